@@ -1,0 +1,1 @@
+"""The ground floor: everything two rooms need. Imports nothing else of skimp."""

@@ -1,0 +1,145 @@
+"""The registry: what methods there are, with their facts, without importing any of them.
+
+A room lists its methods as `FACTS` in its `__init__`; `where` says which module holds the code, and `load`
+imports it only when a run asks. So `skimp methods` answers without torch, and the docs pages, the early
+refusals and the planner's moves all come from one record.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from skimp.core.errors import ConflictError, SkimpError, did_you_mean
+
+Kind = Literal[
+    "update rule", "adapter", "saved-tensor policy", "loss head", "step", "codec", "data stage", "cache", "layout",
+    "kernel",
+]
+Attacks = Literal["weights", "gradients", "optimizer", "activations", "logits", "workspace", "data", "uncertainty"]
+
+#: The rooms that may hold methods. A new room is one more name here.
+ROOMS = ("optim", "activations", "losses", "steps", "data", "kernels", "core.codecs")
+
+
+@dataclass(frozen=True)
+class Paper:
+    """Where a method comes from. `arxiv` is the bare id, or a URL where there is no preprint."""
+
+    title: str
+    year: int
+    arxiv: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.title} ({self.year}{', arXiv ' + self.arxiv if self.arxiv else ''})"
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Why two methods cannot go together, and the nearest thing that can."""
+
+    reason: str
+    instead: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a method without importing it.
+
+    Attributes:
+        name: the name in recipes, lower case, no spaces.
+        kind: one of the extension points of the design.
+        summary: one line: what it does and what it saves.
+        paper: its source; None for common knowledge.
+        attacks: the memory categories it shrinks.
+        exact: True when the mathematics of the run does not change; the planner may then choose it freely.
+        saves: the byte formula in words, e.g. "2.03 bytes per parameter instead of 8".
+        stages: where it applies.
+        needs: what must be there (a package, a device), as sentences.
+        conflicts: other method names it cannot go with.
+        where: "module:object" with the code.
+    """
+
+    name: str
+    kind: Kind
+    summary: str
+    where: str
+    attacks: tuple[Attacks, ...]
+    exact: bool
+    saves: str = ""
+    paper: Paper | None = None
+    stages: tuple[str, ...] = ("pre-training", "fine-tuning")
+    needs: tuple[str, ...] = ()
+    conflicts: Mapping[str, Conflict] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The stable JSON form of `skimp methods --json`."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "paper": str(self.paper) if self.paper else None,
+            "attacks": list(self.attacks),
+            "exact": self.exact,
+            "summary": self.summary,
+            "saves": self.saves,
+            "stages": list(self.stages),
+            "needs": list(self.needs),
+            "conflicts": {k: {"reason": c.reason, "instead": c.instead} for k, c in self.conflicts.items()},
+        }
+
+
+_methods: dict[str, Facts] = {}
+
+
+def methods() -> dict[str, Facts]:
+    """All methods by name. Reads each room's `FACTS` once; a duplicate name is an error, never an overwrite."""
+    if not _methods:
+        found: dict[str, Facts] = {}
+        for facts in _from_rooms():
+            if facts.name in found:
+                raise SkimpError(
+                    f"method '{facts.name}' registered once",
+                    f"twice: {found[facts.name].where} and {facts.where}",
+                    instead="rename one of them",
+                )
+            found[facts.name] = facts
+        _methods.update(found)
+    return _methods
+
+
+def _from_rooms() -> Iterator[Facts]:
+    for room in ROOMS:
+        yield from importlib.import_module(f"skimp.{room}").FACTS
+
+
+def facts(name: str, kind: Kind | None = None) -> Facts:
+    """The facts of one method; an unknown name answers with the nearest ones."""
+    known = {k: f for k, f in methods().items() if kind is None or f.kind == kind}
+    if name not in known:
+        what = kind or "method"
+        raise SkimpError(f"{what} '{name}'", "no such name", instead=did_you_mean(name, known))
+    return known[name]
+
+
+def load(name: str, kind: Kind | None = None) -> Any:
+    """Import a method and return its class or function."""
+    module, _, attribute = facts(name, kind).where.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def check_together(names: list[str]) -> None:
+    """Refuse, before anything loads, a pair that cannot go together.
+
+    Raises:
+        ConflictError: with the mathematical reason and the way out.
+    """
+    chosen = [facts(n) for n in names]
+    for one in chosen:
+        for other in chosen:
+            if other.name in one.conflicts:
+                conflict = one.conflicts[other.name]
+                raise ConflictError(
+                    f"'{one.name}' together with '{other.name}'", "both switched on", conflict.reason, conflict.instead
+                )
