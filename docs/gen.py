@@ -1,0 +1,266 @@
+"""The pages nobody writes by hand: the recipe reference, one page per method, and two files of the root.
+
+A hook of mkdocs. The pages exist only inside a build, so they can never be out of date; a test renders them
+without mkdocs. The recipe reference comes from the recipe's JSON schema, the methods from the registry.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from skimp.core.registry import Facts, methods
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+# ---------------------------------------------------------------------- mkdocs calls these two
+def on_config(config: Any) -> Any:
+    """Put the methods' pages where the navigation says `Methods: []`."""
+    entries = [{"All methods": "methods/index.md"}]
+    entries += [{name: f"methods/{name}.md"} for name in sorted(methods())]
+    for section in config.nav:
+        for inner in section.values():
+            for item in inner if isinstance(inner, list) else []:
+                if "Methods" in item:
+                    item["Methods"] = entries
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add every generated page to the build."""
+    from mkdocs.structure.files import File
+
+    for uri, text in pages().items():
+        files.append(File.generated(config, uri, content=text))
+    return files
+
+
+def pages() -> dict[str, str]:
+    """All generated pages: path in the site -> Markdown."""
+    from skimp.recipe import json_schema
+
+    made = {
+        "reference/recipe.md": recipe_page(json_schema()),
+        "methods/index.md": methods_index(methods()),
+        "contributing.md": from_root("CONTRIBUTING.md"),
+        "changelog.md": from_root("CHANGELOG.md"),
+    }
+    return made | {f"methods/{name}.md": method_page(facts, methods()) for name, facts in methods().items()}
+
+
+# ---------------------------------------------------------------------- files of the root
+def from_root(name: str) -> str:
+    """A file of the root as a page; its links into docs/ lose that folder."""
+    return (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
+
+
+# ---------------------------------------------------------------------- methods
+def methods_index(known: Mapping[str, Facts]) -> str:
+    """Every method in one table per kind."""
+    lines = [
+        "# Methods",
+        "",
+        "**Exact** methods leave the mathematics of a run alone; the planner may choose them freely. "
+        "**Approximate** ones change it; only you choose them. `skimp methods` prints this list, "
+        "`skimp methods --json` gives it to a program.",
+    ]
+    for kind in sorted({facts.kind for facts in known.values()}):
+        lines += ["", f"## {kind[0].upper()}{kind[1:]}", "", "| method | what it does | attacks | exact |"]
+        lines += ["|---|---|---|---|"]
+        for name, facts in sorted(known.items()):
+            if facts.kind == kind:
+                attacks, exact = ", ".join(facts.attacks), "yes" if facts.exact else "no"
+                lines.append(f"| [{name}]({name}.md) | {cell(facts.summary)} | {attacks} | {exact} |")
+    return "\n".join(lines) + "\n"
+
+
+def method_page(facts: Facts, known: Mapping[str, Facts]) -> str:
+    """One method: its facts, what it cannot go with, and the docstring of its module."""
+    rows = [
+        ("Kind", facts.kind),
+        ("Attacks", ", ".join(facts.attacks)),
+        (
+            "Mathematics",
+            "unchanged (exact)" if facts.exact else "changed (approximate): only you switch it on",
+        ),
+        ("Saves", facts.saves),
+        ("Stages", ", ".join(facts.stages)),
+        ("Needs", "; ".join(facts.needs)),
+        ("Paper", paper(facts)),
+        ("Code", f"`{facts.where}`"),
+    ]
+    lines = [f"# {facts.name}", "", sentence(facts.summary), "", "| | |", "|---|---|"]
+    lines += [f"| **{name}** | {cell(value)} |" for name, value in rows if value]
+    lines += ["", "## Goes with", ""]
+    against = {
+        **{n: f.conflicts[facts.name] for n, f in known.items() if facts.name in f.conflicts},
+        **facts.conflicts,
+    }
+    if against:
+        lines += ["Everything but:", "", "| method | why not | instead |", "|---|---|---|"]
+        lines += [
+            f"| {link(n, known)} | {cell(c.reason)} | {cell(c.instead)} |" for n, c in sorted(against.items())
+        ]
+    else:
+        lines.append("Every other method.")
+    lines += ["", "## From Python", "", "```python", import_line(facts.where), "```"]
+    about = docstring(facts.where)
+    if about:
+        lines += ["", "## In detail", "", "```text", about, "```"]
+    return "\n".join(lines) + "\n"
+
+
+def paper(facts: Facts) -> str:
+    """The source, linked where there is a preprint."""
+    if facts.paper is None:
+        return ""
+    if not facts.paper.arxiv:
+        return str(facts.paper)
+    url = facts.paper.arxiv if "://" in facts.paper.arxiv else f"https://arxiv.org/abs/{facts.paper.arxiv}"
+    return f"[{facts.paper.title}]({url}), {facts.paper.year}"
+
+
+def docstring(where: str) -> str:
+    """The docstring of the module that holds a method, read from its source, so that none is imported."""
+    import ast
+    from importlib.util import find_spec
+
+    spec = find_spec(where.partition(":")[0])
+    if spec is None or spec.origin is None:
+        return ""
+    return ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
+
+
+def import_line(where: str) -> str:
+    module, _, name = where.partition(":")
+    return f"from {module} import {name}"
+
+
+def link(name: str, known: Mapping[str, Facts]) -> str:
+    return f"[{name}]({name}.md)" if name in known else f"`{name}`"
+
+
+# ---------------------------------------------------------------------- the recipe
+def recipe_page(schema: Mapping[str, Any]) -> str:
+    """Every key of a recipe with its type, its default and its effect, section by section."""
+    lines = [
+        "# Recipe reference",
+        "",
+        "A recipe is a YAML file that describes a run once. Any key can be changed on the command line as "
+        "`section.key=value`. Unknown keys are errors, with the nearest known key named. "
+        "This page is made from the schema that checks your recipe.",
+        "",
+        "```yaml",
+        (ROOT / "examples" / "quickstart.yaml").read_text(encoding="utf-8").rstrip(),
+        "```",
+    ]
+    definitions = schema.get("$defs", {})
+    lines += ["", "## Top level", "", *table(schema, definitions)]
+    for path, section in sections(schema, definitions):
+        lines += [
+            "",
+            f"## `{path}:`",
+            "",
+            sentence(section.get("description", "")),
+            "",
+            *table(section, definitions),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def sections(
+    schema: Mapping[str, Any], definitions: Mapping[str, Any], above: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """(dotted path, schema) of every nested section, depth first."""
+    for key, value in schema.get("properties", {}).items():
+        section = inner(value, definitions)
+        if section is not None:
+            yield above + key, section
+            yield from sections(section, definitions, f"{above}{key}.")
+
+
+def inner(value: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The object a key may hold, behind references and alternatives; None when it holds plain values only."""
+    if "$ref" in value:
+        return inner(definitions[value["$ref"].rpartition("/")[2]], definitions)
+    if value.get("properties"):
+        return value
+    for option in (*value.get("anyOf", ()), *value.get("allOf", ()), *value.get("oneOf", ())):
+        found = inner(option, definitions)
+        if found is not None:
+            return found
+    return None
+
+
+def table(section: Mapping[str, Any], definitions: Mapping[str, Any]) -> list[str]:
+    required = set(section.get("required", ()))
+    lines = ["| key | takes | default | effect |", "|---|---|---|---|"]
+    for key, value in section.get("properties", {}).items():
+        if inner(value, definitions) is not None:
+            default = (
+                "required"
+                if key in required
+                else "null"
+                if value.get("default", 0) is None
+                else "its defaults"
+            )
+        else:
+            default = "required" if key in required else f"`{literal(value.get('default'))}`"
+        described = value.get("description") or (inner(value, definitions) or {}).get("description", "")
+        lines.append(f"| `{key}` | {cell(takes(value, definitions))} | {default} | {cell(described)} |")
+    return lines
+
+
+def takes(value: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+    """The values a key accepts, in words."""
+    if "$ref" in value:
+        return takes(definitions[value["$ref"].rpartition("/")[2]], definitions)
+    if "enum" in value:
+        return " or ".join(f"`{literal(v)}`" for v in value["enum"])
+    if "const" in value:
+        return f"`{literal(value['const'])}`"
+    for several in ("anyOf", "oneOf", "allOf"):
+        if several in value:
+            found = [takes(option, definitions) for option in value[several]]
+            return " or ".join(dict.fromkeys(found))
+    kinds = value.get("type", "anything")
+    return " or ".join(
+        one_type(k, value, definitions) for k in ([kinds] if isinstance(kinds, str) else kinds)
+    )
+
+
+def one_type(kind: str, value: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+    names = {"integer": "whole number", "boolean": "true or false", "string": "text", "null": "null"}
+    if kind == "object":
+        return "a section" if value.get("properties") else "keys and values"
+    if kind == "array":
+        items = value.get("items") or (value.get("prefixItems") or [None])[0]
+        return f"list of {takes(items, definitions)}" if items else "list"
+    limits = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
+    found = [
+        f"{sign} {value[key]:g}" for key, sign in limits if key in value and kind in ("integer", "number")
+    ]
+    return names.get(kind, kind) + (f" {', '.join(found)}" if found else "")
+
+
+# ---------------------------------------------------------------------- small things of Markdown
+def literal(value: Any) -> str:
+    """A default as it is written in YAML."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def cell(text: str) -> str:
+    """Text that may stand in a table: one line, no bar, nothing taken for HTML."""
+    return re.sub(r"\s+", " ", text).strip().replace("|", "\\|").replace("<", "&lt;")
+
+
+def sentence(text: str) -> str:
+    """The text with a capital and a full stop."""
+    text = text.replace("<", "&lt;").strip()
+    if not text:
+        return ""
+    return text[0].upper() + text[1:] + ("" if text[-1] in ".!?:" else ".")

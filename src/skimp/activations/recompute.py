@@ -1,0 +1,90 @@
+"""Recompute: keep only a block's input for backward and run the block again when its gradients are due.
+
+Saves everything a block would keep but its input; costs that block's forward once more. A model with `n` of `L`
+blocks wrapped keeps n inputs and (L - n) full sets, plus one full set while a wrapped block is in backward.
+
+Paper: "Training Deep Nets with Sublinear Memory Cost", Chen et al., 2016, arXiv 1604.06174.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from skimp.core.errors import EffectError
+
+
+class Recompute:
+    """Wrap chosen blocks of a model; `remove` restores them.
+
+    Only the non-reentrant form is used: it composes with step-in-backward, frozen inputs and saved-tensor hooks.
+    Random state is not replayed because nothing in a block draws from the global generator (dropout is off).
+
+    Args:
+        model: any module.
+        blocks: fully qualified names of the blocks to wrap.
+
+    Example:
+        >>> with_less = Recompute(model, [f"model.layers.{i}" for i in range(12)])
+    """
+
+    def __init__(self, model: nn.Module, blocks: Iterable[str]) -> None:
+        self.blocks = tuple(blocks)
+        self._modules = [model.get_submodule(name) for name in self.blocks]
+        self.runs = dict.fromkeys(self.blocks, 0)
+        for name, module in zip(self.blocks, self._modules, strict=True):
+            self._wrap(name, module)
+
+    def _wrap(self, name: str, module: nn.Module) -> None:
+        plain = module.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.runs[name] += 1
+            return plain(*args, **kwargs)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not module.training or not _wants_grad(args, module):
+                return plain(*args, **kwargs)
+            return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+        module.forward = forward  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Restore the blocks' own forward."""
+        for module in self._modules:
+            del module.forward
+
+    def assert_effect(self, forwards: int) -> None:
+        """Each wrapped block ran twice per training forward: once forward, once again in backward.
+
+        Raises:
+            EffectError: a block was not run again, so nothing was saved there.
+        """
+        idle = [name for name, runs in self.runs.items() if runs < 2 * forwards]
+        if idle:
+            raise EffectError(
+                f"recompute of {len(self.blocks)} blocks", f"not run again in backward: {', '.join(idle)}",
+                "their activations were kept all the same", "check that the blocks' inputs or weights need gradients",
+            )
+
+
+def _wants_grad(args: tuple[Any, ...], module: nn.Module) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    return any(isinstance(a, Tensor) and a.requires_grad for a in args) or any(
+        p.requires_grad for p in module.parameters()
+    )
+
+
+def choose(count: int, total: int) -> tuple[int, ...]:
+    """Which `count` of `total` equal blocks to recompute: the first ones.
+
+    All equal subsets of equal blocks save the same; the first blocks are the last in backward, so the blocks kept
+    (the last ones) are freed before the first recomputation starts, and the recomputed set never sits on top of
+    a full house: peak = kept sets, or one set on top of what is left, whichever is larger.
+    """
+    return tuple(range(min(count, total)))

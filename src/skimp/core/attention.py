@@ -1,0 +1,165 @@
+"""skimp's own attention call, so that what is planned is what runs.
+
+HF models look their attention up by name; a model built by skimp is set to "skimp", which lands in `attend`.
+It takes *declared* facts (where documents begin, the window, the cap) and never looks at a tensor's values;
+no S x S mask is built, real or simulated, because the name has no mask function and HF then passes None.
+On a CPU each document is one causal flash call: documents cannot see each other, by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skimp.core.errors import ModelError
+from skimp.core.windowed import windowed_attention
+
+NAME = "skimp"
+Documents = tuple[tuple[int, ...], ...]
+_documents: ContextVar[Documents | None] = ContextVar("skimp_documents", default=None)
+_target: ContextVar[str] = ContextVar("skimp_attention_target", default="cpu")
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@contextmanager
+def declared(documents: Documents | None) -> Iterator[None]:
+    """Declare where documents begin for every attention call inside; None means each row is one document.
+
+    Args:
+        documents: for each row its offsets and end, as `Batch.documents`.
+    """
+    token = _documents.set(documents)
+    try:
+        yield
+    finally:
+        _documents.reset(token)
+
+
+@contextmanager
+def target(device: str) -> Iterator[None]:
+    """Declare whose kernels a simulation stands for. On "cuda" one variable-length flash call takes all documents,
+    windows and caps; it keeps what the CPU call keeps and splits nothing."""
+    token = _target.set(device)
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
+def register() -> str:
+    """Make "skimp" known to transformers as an attention implementation; returns the name. Idempotent."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)
+    return NAME
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **ignored: Any,
+) -> tuple[Tensor, None]:
+    """HF's attention interface: (rows, heads, seq, head_dim) in, (rows, seq, heads, head_dim) out.
+
+    `key` and `value` may have fewer heads (grouped queries); they are never repeated in memory.
+
+    Raises:
+        ModelError: a mask tensor, attention dropout, sinks or a position bias, which this call cannot honour.
+    """
+    if attention_mask is not None or dropout or ignored.get("s_aux") is not None:
+        found = (
+            "a mask tensor" if attention_mask is not None else f"dropout {dropout}" if dropout else "attention sinks"
+        )
+        raise ModelError(
+            f"attention in {type(module).__name__} with declared batch facts only", found,
+            "skimp attends by document boundaries and never by a mask tensor",
+            "pass boundaries with skimp.core.attention.declared(...) and set attention dropout to 0",
+        )
+    causal = bool(getattr(module, "is_causal", True)) and query.shape[2] > 1
+    documents = _documents.get()
+    if documents is not None and query.shape[2] != documents[0][-1]:
+        documents = None  # generation over a cache: one token against the past
+    if _target.get() != "cpu":
+        documents = softcap = sliding_window = None
+    if softcap is not None or (sliding_window is not None and sliding_window < key.shape[2]):
+        out = windowed_attention(query, key, value, documents, scaling, sliding_window, softcap)
+    elif key.shape[2] != query.shape[2] and causal:
+        raise ModelError(
+            f"attention of {query.shape[2]} queries over {key.shape[2]} keys", "a chunked prefill",
+            "causal flash attention on a CPU aligns the first query with the first key",
+            "pass the whole prompt at once, or one token at a time",
+        )
+    else:
+        out = DocumentAttention.apply(query, key, value, documents, scaling, causal)
+    return out.transpose(1, 2), None
+
+
+class DocumentAttention(torch.autograd.Function):
+    """Causal attention inside each document.
+
+    Saves q, k, v, the output and one float per row and head (the log-sum-exp): 4 tensors of the layer's width,
+    whatever the sequence length; the S x S scores exist only as one block per thread.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, scale: float | None,
+        causal: bool,
+    ) -> Tensor:
+        pieces = _pieces(documents, query.shape[0], query.shape[2])
+        if pieces is None:
+            out, lse = _flash(query, key, value, 0.0, causal, scale=scale)
+        else:
+            # Laid out (rows, seq, heads, dim) in memory, as the flash call does, so the reshape after it is free.
+            rows, heads, seq, dim = query.shape
+            out = query.new_empty(rows, seq, heads, dim).transpose(1, 2)
+            kind = torch.float32 if query.dtype in (torch.bfloat16, torch.float16) else query.dtype
+            lse = query.new_empty(rows, seq, heads, dtype=kind).transpose(1, 2)
+            for row, start, stop in pieces:
+                cut = (slice(row, row + 1), slice(None), slice(start, stop))
+                piece, piece_lse = _flash(query[cut], key[cut], value[cut], 0.0, causal, scale=scale)
+                out[cut].copy_(piece)
+                lse[cut].copy_(piece_lse)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.pieces, ctx.scale, ctx.causal = pieces, scale, causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        if ctx.pieces is None:
+            grads = _flash_backward(grad, query, key, value, out, lse, 0.0, ctx.causal, scale=ctx.scale)
+            return (*grads, None, None, None)
+        dq, dk, dv = (
+            t.new_empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]).transpose(1, 2) for t in (query, key, value)
+        )
+        for row, start, stop in ctx.pieces:
+            cut = (slice(row, row + 1), slice(None), slice(start, stop))
+            parts = _flash_backward(
+                grad[cut], query[cut], key[cut], value[cut], out[cut], lse[cut], 0.0, ctx.causal, scale=ctx.scale
+            )
+            for target, part in zip((dq, dk, dv), parts, strict=True):
+                target[cut].copy_(part)
+        return dq, dk, dv, None, None, None
+
+
+def _pieces(documents: Documents | None, rows: int, seq: int) -> tuple[tuple[int, int, int], ...] | None:
+    """(row, start, stop) of each document, or None when every row is one document: then one call does them all."""
+    if documents is None or all(d == (0, seq) for d in documents):
+        return None
+    if len(documents) != rows:
+        raise ModelError(f"document boundaries for {rows} rows", f"boundaries for {len(documents)} rows")
+    return tuple((r, a, b) for r, d in enumerate(documents) for a, b in zip(d[:-1], d[1:], strict=True))

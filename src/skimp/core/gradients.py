@@ -1,0 +1,258 @@
+"""Delivery of *final* gradients to an update rule: after backward, or inside it with each gradient freed at once.
+
+Both deliver what the optimizer should see: summed over the micro-batches of the step and clipped by the global
+norm. Held after backward, the gradients of all parameters exist together (4 bytes a parameter in float32). In
+backward, a parameter is updated as soon as its gradient is final, so that one layer's gradients exist at a time.
+The global norm is then not known before the last gradient is gone, so clipping runs two passes: the first only
+measures, the second updates; exact, for about 1.7 times the time.
+
+A *sink* is a weight whose gradient is written in place by the loss head (and by a tied embedding) instead of being
+returned to autograd: no second vocabulary-sized buffer ever exists. Sinks are delivered when backward has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from skimp.core.errors import ConflictError, NonFiniteError
+from skimp.core.memory.tracker import at, classify, scope
+from skimp.core.read import read
+
+
+#: Numbers per slice of a half-precision norm: 16 MiB of float32 at a time.
+NORM_SLICE = 2**22
+
+
+class OneByOne(Protocol):
+    """What an update rule must offer: update one parameter with its final gradient."""
+
+    def step_parameter(self, parameter: Tensor, grad: Tensor | None = None) -> None: ...
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """What one optimizer step saw: the global norm before clipping, and the factor applied to every gradient."""
+
+    norm: float
+    scale: float
+
+
+class Delivery:
+    """Common part: the parameters in a fixed order, their sinks and the norm.
+
+    Args:
+        parameters: (name, parameter) of everything trained, tied ones once.
+        rule: the update rule.
+        clip: the largest global L2 norm, or None.
+        sinks: names of parameters whose gradients the loss head writes in place.
+    """
+
+    #: how often the micro-batches of a step must be run forward and backward.
+    passes = 1
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], rule: OneByOne, clip: float | None,
+        sinks: Iterable[str] = (),
+    ) -> None:
+        self.parameters: dict[str, nn.Parameter] = dict(parameters)
+        self.rule = rule
+        self.clip = clip
+        self.sinks: dict[str, Tensor | None] = {name: None for name in sinks if name in self.parameters}
+        self.step_index = 0
+
+    def sink(self, name: str) -> Tensor | None:
+        """The buffer a loss head adds this weight's gradient into, zeroed at its first use in a step; None if frozen."""
+        if name not in self.sinks:
+            return None
+        buffer = self.sinks[name]
+        if buffer is None:
+            with scope("gradients"):
+                buffer = torch.zeros_like(self.parameters[name], requires_grad=False)
+            self.sinks[name] = buffer
+        return buffer
+
+    def begin(self, pass_index: int) -> None:
+        """Before the first micro-batch of a pass."""
+
+    def end(self, pass_index: int) -> Delivered | None:
+        """After the last micro-batch of a pass; the last pass returns what was delivered."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Remove hooks and drop gradients."""
+        for name, parameter in self.parameters.items():
+            parameter.grad = None
+            if name in self.sinks:
+                self.sinks[name] = None
+
+    def _apply(self, name: str, grad: Tensor, scale: float) -> None:
+        if scale != 1.0:
+            grad.mul_(scale)
+        with scope("optimizer", "optimizer", name):
+            self.rule.step_parameter(self.parameters[name], grad)
+
+    def _total(self, norms: Mapping[str, Tensor]) -> float:
+        """The global norm from the per-parameter ones, in the parameters' order whatever order they came in.
+
+        Raises:
+            NonFiniteError: names the step and the first parameter whose gradient is NaN or infinite.
+        """
+        ordered = [norms[name] for name in self.parameters if name in norms]
+        total = read(torch.linalg.vector_norm(torch.stack(ordered)), expect=1e30) if ordered else 0.0
+        if not _finite(total):
+            bad = next(
+                (n for n in self.parameters if n in norms and not _finite(read(norms[n], expect=0.0))), "their sum"
+            )
+            raise NonFiniteError(
+                f"finite gradients in optimizer step {self.step_index + 1}", f"the gradient of {bad} is {total}",
+                "one update with it would destroy the weights",
+                "lower the learning rate, lengthen the warm-up, or set train.clip",
+            )
+        return total
+
+    def _factor(self, norm: float) -> float:
+        """torch's rule: clip / (norm + 1e-6), never above 1."""
+        return 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
+
+
+class AfterBackward(Delivery):
+    """Gradients accumulate in `.grad` over the micro-batches, are clipped together and given to the rule one by one.
+
+    Each is freed as soon as its parameter has moved.
+    """
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], rule: OneByOne, clip: float | None,
+        sinks: Iterable[str] = (),
+    ) -> None:
+        super().__init__(parameters, rule, clip, sinks)
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(_classify_gradient)
+            for name, p in self.parameters.items()
+            if name not in self.sinks
+        ]
+
+    def end(self, pass_index: int) -> Delivered:
+        grads: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            grad = self.sinks[name] if name in self.sinks else parameter.grad
+            if grad is not None:
+                grads[name] = grad
+        with torch.no_grad(), scope("workspace", "clip"):
+            norm = self._total({name: _norm(grad) for name, grad in grads.items()})
+            scale = self._factor(norm)
+            for name in list(grads):
+                self._apply(name, grads.pop(name), scale)
+                self.parameters[name].grad = None
+                if name in self.sinks:
+                    self.sinks[name] = None
+        self.step_index += 1
+        return Delivered(norm, scale)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().close()
+
+
+class InBackward(Delivery):
+    """Each parameter is updated inside backward and its gradient freed.
+
+    One micro-batch a step: a gradient that is still to be added to cannot be final. One update per parameter and
+    step is asserted. With `clip`, pass 0 measures the norm and pass 1 updates.
+    """
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], rule: OneByOne, clip: float | None,
+        sinks: Iterable[str] = (),
+    ) -> None:
+        super().__init__(parameters, rule, clip, sinks)
+        self.passes = 1 if clip is None else 2
+        self._norms: dict[str, Tensor] = {}
+        self._known: Delivered | None = None
+        self._pass = 0
+        self._seen: set[str] = set()
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._hook(name))
+            for name, p in self.parameters.items()
+            if name not in self.sinks
+        ]
+
+    def _hook(self, name: str) -> Callable[[Tensor], None]:
+        def arrived(parameter: Tensor) -> None:
+            grad = parameter.grad
+            parameter.grad = None
+            assert grad is not None
+            classify([grad], "gradients")
+            at(name)
+            self._arrive(name, grad)
+
+        return arrived
+
+    def _arrive(self, name: str, grad: Tensor) -> None:
+        if name in self._seen:
+            raise ConflictError(
+                "step-in-backward with one final gradient per parameter",
+                f"a second gradient for {name} in optimizer step {self.step_index + 1}",
+                "the parameter had already moved when this gradient came",
+                "run the whole step as one micro-batch, or set exact.in_backward=false",
+            )
+        self._seen.add(name)
+        with torch.no_grad():
+            if self._pass == 0:
+                with scope("workspace"):
+                    self._norms[name] = _norm(grad)
+            if self._pass == self.passes - 1:
+                self._apply(name, grad, self._known.scale if self._known else 1.0)
+
+    def begin(self, pass_index: int) -> None:
+        self._pass = pass_index
+        self._seen.clear()
+        if pass_index == 0:
+            self._norms.clear()
+            self._known = None
+
+    def end(self, pass_index: int) -> Delivered | None:
+        for name, buffer in self.sinks.items():
+            if buffer is not None:
+                self._arrive(name, buffer)
+                self.sinks[name] = None
+                del buffer
+        if pass_index == 0:
+            with torch.no_grad(), scope("workspace", "clip"):
+                norm = self._total(self._norms)
+            self._known = Delivered(norm, self._factor(norm))
+        if pass_index < self.passes - 1:
+            return None
+        self.step_index += 1
+        return self._known
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().close()
+
+
+def _classify_gradient(parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        classify([parameter.grad], "gradients")
+
+
+def _norm(grad: Tensor) -> Tensor:
+    """L2 norm in float32 at least: squares of bfloat16 sums would lose everything below 1/256 of the total.
+
+    Half dtypes go slice by slice: torch widens the whole input otherwise, 4 bytes a number of workspace.
+    """
+    if grad.dtype not in (torch.bfloat16, torch.float16):
+        return torch.linalg.vector_norm(grad)
+    slices = grad.reshape(-1).split(NORM_SLICE)
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(s, dtype=torch.float32) for s in slices]))
+
+
+def _finite(value: float) -> bool:
+    return value == value and abs(value) != float("inf")

@@ -1,0 +1,126 @@
+"""What ATen's own CPU operators allocate inside one call, beyond their outputs.
+
+Each rule is arithmetic on shapes and the thread count, and is held against the c10 allocator's events by
+`tests/core/test_aten_cpu.py`. Operators not named here allocate exactly their outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skimp.core.workspace import declare_workspace
+
+#: Elementwise operators that turn a Python number into a 0-d tensor first.
+_BINARY = (
+    "add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "rsub", "maximum", "minimum", "remainder", "fmod",
+    "eq", "ne", "lt", "le", "gt", "ge",
+)
+
+
+def _scalar(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """A number becomes a float64 or int64 0-d tensor of 8 bytes, and one more in the computing dtype if that differs."""
+    if len(args) < 2 or isinstance(args[1], Tensor) or not isinstance(args[0], Tensor):
+        return 0
+    return _number(args[0].dtype, args[1])
+
+
+def _number(dtype: torch.dtype, number: Any) -> int:
+    own = torch.int64 if isinstance(number, int) else torch.float64
+    return 8 if dtype == own else 8 + dtype.itemsize
+
+
+def _flash_split(seq: int) -> int:
+    """Rows of queries one thread works on: 256 from 768 on, 64 from 192 on, else 32."""
+    return min(seq, 256 if seq >= 768 else 64 if seq >= 192 else 32)
+
+
+def _flash(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Per thread: a block of scores, its running maximum and sum, and a block of outputs, in float32 at least."""
+    query, key = args[0], args[1]
+    rows, keys, dim = _flash_split(query.shape[2]), min(512, key.shape[2]), query.shape[3]
+    wide = 8 if query.dtype == torch.float64 else 4
+    size = wide * (rows * keys + 2 * rows + rows * dim)
+    if query.dtype in (torch.bfloat16, torch.float16):
+        size += 2 * rows * keys
+    return torch.get_num_threads() * size
+
+
+def _flash_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Per thread two blocks of scores, and one row sum a query row.
+
+    Half dtypes also keep the blocks narrow, and their products collect in float32, keys in multiples of 16.
+    """
+    query, key = args[1], args[2]
+    rows, keys = _flash_split(query.shape[2]), min(512, key.shape[2])
+    wide = 8 if query.dtype == torch.float64 else 4
+    threads = torch.get_num_threads()
+    size = threads * 2 * wide * rows * keys + wide * rows
+    if query.dtype in (torch.bfloat16, torch.float16):
+        size += threads * 2 * 2 * rows * keys + 4 * (-(-keys // 16) * 16) * query.shape[3] + 132
+    return size
+
+
+def _layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Partial sums of the weight's and the bias's gradient, one row per thread each; a strided gradient is copied."""
+    width = 1
+    for n in args[2]:
+        width *= n
+    wanted = args[7][1] or args[7][2]
+    copied = 0 if args[0].is_contiguous() else args[0].nbytes
+    return copied + (torch.get_num_threads() * 2 * width * args[1].dtype.itemsize if wanted else 0)
+
+
+def _mean(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The divisor, an integer, as a 0-d tensor; half dtypes are widened to float32 first, output included."""
+    x = args[0]
+    dtype = kwargs.get("dtype") or x.dtype
+    if dtype in (torch.bfloat16, torch.float16):
+        return 4 * x.numel() + 4 * (x.numel() // max(1, x.shape[-1]))
+    return _number(dtype, 1)
+
+
+def _sum(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """A full sum of at least 32,768 numbers is done in two passes, one partial sum per thread."""
+    x = args[0]
+    full = len(args) < 2 and x.numel() >= 32768
+    return torch.get_num_threads() * (kwargs.get("dtype") or x.dtype).itemsize if full else 0
+
+
+def _strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """A strided gradient is made contiguous first."""
+    return 0 if args[0].is_contiguous() else args[0].nbytes
+
+
+def _half_product(left: int) -> Any:
+    """bfloat16 products without matrix instructions collect into a float32 result first: 4 M N + 128 bytes."""
+
+    def rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        a, b = args[left], args[left + 1]
+        if a.dtype not in (torch.bfloat16, torch.float16):
+            return 0
+        return 4 * (a.numel() // a.shape[-1]) * b.shape[-1] + 128
+
+    return rule
+
+
+def _wider_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """A norm in a wider dtype copies its input into it."""
+    dtype = kwargs.get("dtype")
+    return 0 if dtype is None or dtype == args[0].dtype else args[0].numel() * dtype.itemsize
+
+
+for _name in _BINARY:
+    declare_workspace(f"aten::{_name}")(_scalar)
+declare_workspace("aten::mean")(_mean)
+declare_workspace("aten::_scaled_dot_product_flash_attention_for_cpu")(_flash)
+declare_workspace("aten::_scaled_dot_product_flash_attention_for_cpu_backward")(_flash_backward)
+declare_workspace("aten::native_layer_norm_backward")(_layer_norm_backward)
+declare_workspace("aten::sum")(_sum)
+declare_workspace("aten::embedding_dense_backward")(_strided)
+declare_workspace("aten::linalg_vector_norm")(_wider_norm)
+declare_workspace("aten::mm")(_half_product(0))
+declare_workspace("aten::bmm")(_half_product(0))
+declare_workspace("aten::addmm")(_half_product(1))

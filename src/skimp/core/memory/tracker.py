@@ -1,0 +1,196 @@
+"""Who holds how many bytes at every operator of a step, on real or simulated tensors.
+
+The tracker sits in the dispatcher and counts *storages*, not tensors: views share one. A storage enters when an
+operator returns it and leaves when its last owner lets go (a weak reference's callback), so lifetimes are
+autograd's own and need no rules. What an operator allocates and frees inside one call is added from the declared
+workspaces (`skimp.core.workspace`). The sum is held, byte for byte, against the c10 allocator's own events.
+
+Scopes say what a new storage is for; outside a `Tracker` they cost one attribute read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from skimp.core.memory import aten_cpu  # noqa: F401  (registers the rules)
+from skimp.core.workspace import workspace_bytes
+
+CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits", "workspace", "batch")
+_active: list[Tracker] = []
+
+
+@dataclass
+class Peak:
+    """The fullest moment: bytes in all and by category, and where it was."""
+
+    total: int = 0
+    by_category: dict[str, int] = field(default_factory=dict)
+    phase: str = ""
+    owner: str = ""
+    operator: str = ""
+    index: int = 0
+
+    def where(self) -> str:
+        """'backward, block 3, aten.mm' for a person."""
+        return ", ".join(part for part in (self.phase, self.owner, self.operator) if part)
+
+
+class Tracker(TorchDispatchMode):
+    """Count live storages by category while active.
+
+    Args:
+        timeline: keep (operator index, live bytes, phase) at every change, for drawing.
+        operators: keep the names of all operators in order, for comparing a simulated step with a real one.
+        host_rules: add what ATen's CPU operators allocate inside a call; False when simulating another device.
+    """
+
+    def __init__(self, timeline: bool = False, operators: bool = False, host_rules: bool = True) -> None:
+        super().__init__()
+        self.host_rules = host_rules
+        #: highest bytes at each (phase, owner).
+        self.peaks: dict[tuple[str, str], int] = {}
+        self.live = 0
+        self.by_category: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+        self.peak = Peak()
+        self.timeline: list[tuple[int, int, str]] | None = [] if timeline else None
+        self.operators: list[str] | None = [] if operators else None
+        self.count = 0
+        self.phase = ""
+        self.owner = ""
+        self.category = "activations"
+        self._known: dict[int, tuple[Any, int, str]] = {}
+
+    def __enter__(self) -> Tracker:
+        _active.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _active.remove(self)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        before = self.live
+        out = func(*args, **kwargs)
+        self.count += 1
+        name = func._schema.name
+        if self.operators is not None:
+            self.operators.append(str(func))
+        if isinstance(out, Tensor):
+            self._see(out)
+        elif isinstance(out, (tuple, list)):
+            for item in out:
+                if isinstance(item, Tensor):
+                    self._see(item)
+        inside = workspace_bytes(name, args, kwargs) if self.host_rules or not name.startswith("aten::") else 0
+        place = (self.phase, self.owner)
+        if self.live + inside > self.peaks.get(place, 0):
+            self.peaks[place] = self.live + inside
+        if inside:
+            # Outputs and workspace exist together; the workspace is gone when the call returns.
+            self._mark(self.live + inside, name, inside)
+        elif self.live > self.peak.total:
+            self._mark(self.live, name, 0)
+        if self.timeline is not None and self.live != before:
+            self.timeline.append((self.count, self.live, self.phase))
+        return out
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._known:
+            self._enter(storage, self.category)
+
+    def _enter(self, storage: torch.UntypedStorage, category: str) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        watch = weakref.ref(storage, partial(self._gone, key))
+        self._known[key] = (watch, size, category)
+        self.live += size
+        self.by_category[category] += size
+
+    def _gone(self, key: int, _: Any) -> None:
+        self._leave(key)
+
+    def _leave(self, key: int) -> None:
+        _, size, category = self._known.pop(key)
+        self.live -= size
+        self.by_category[category] -= size
+
+    def _mark(self, total: int, operator: str, inside: int) -> None:
+        if total <= self.peak.total:
+            return
+        shares = dict(self.by_category)
+        shares["workspace"] += inside
+        self.peak = Peak(total, shares, self.phase, self.owner, operator, self.count)
+
+    def hold(self, tensors: Iterable[Tensor], category: str) -> None:
+        """Register tensors made before or outside (weights, a batch), or move known ones to another category."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._known:
+                watch, size, old = self._known[key]
+                self._known[key] = (watch, size, category)
+                self.by_category[old] -= size
+                self.by_category[category] += size
+            else:
+                self._enter(storage, category)
+        if self.live > self.peak.total:
+            self._mark(self.live, "", 0)
+
+    def reset_peak(self) -> None:
+        """Start the next phase's peak from what is live now."""
+        self.peak = Peak(self.live, dict(self.by_category), self.phase, self.owner, "", self.count)
+        self.peaks.clear()
+
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """Stop counting storages that are not of this process's run (a host's own copies)."""
+        for tensor in tensors:
+            key = tensor.untyped_storage()._cdata
+            if key in self._known:
+                self._leave(key)
+
+
+def current() -> Tracker | None:
+    """The innermost active tracker."""
+    return _active[-1] if _active else None
+
+
+@contextmanager
+def scope(category: str | None = None, phase: str | None = None, owner: str | None = None) -> Iterator[None]:
+    """New storages inside are `category`; a peak inside is in `phase`, at `owner`."""
+    tracker = current()
+    if tracker is None:
+        yield
+        return
+    old = (tracker.category, tracker.phase, tracker.owner)
+    tracker.category = category or old[0]
+    tracker.phase = phase or old[1]
+    tracker.owner = owner if owner is not None else old[2]
+    try:
+        yield
+    finally:
+        tracker.category, tracker.phase, tracker.owner = old
+
+
+def classify(tensors: Iterable[Tensor], category: str) -> None:
+    """Move tensors to a category in the active tracker, if there is one: what a gradient hook calls."""
+    tracker = current()
+    if tracker is not None:
+        tracker.hold(tensors, category)
+
+
+def at(owner: str) -> None:
+    """Say which module is at work, for the peak's address."""
+    if _active:
+        _active[-1].owner = owner

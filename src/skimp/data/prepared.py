@@ -1,0 +1,139 @@
+"""Text that is ready: the row tables of training and validation, and what is known about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from skimp.core.batch import Batch
+from skimp.core.errors import DataError
+from skimp.data.packing import PackingCounts, lay_rows
+from skimp.data.report import DataReport, SetReport, rule_in_words
+from skimp.data.rows import Rows
+from skimp.data.split import hold_out
+from skimp.data.store import TokenStore
+from skimp.data.stream import TokenStream, rows_of
+from skimp.data.streaming import StreamedText
+from skimp.data.textdata import TextData
+
+
+class PreparedText:
+    """What `prepare` returns.
+
+    Attributes:
+        data: the description it was made from.
+        train: rows of one epoch; None when streaming.
+        validation: rows of the validation set, or None.
+        report: counts of everything, and what was left out.
+        tokenizer_size: largest token id + 1.
+    """
+
+    def __init__(
+        self,
+        data: TextData,
+        train: Rows | None,
+        validation: Rows | None,
+        report: DataReport,
+        identity: dict[str, Any],
+        open_stream: Callable[[int, int | None], StreamedText] | None = None,
+    ) -> None:
+        self.data = data
+        self.train = train
+        self.validation = validation
+        self.report = report
+        self.tokenizer_size = report.tokenizer_size
+        self.identity = identity
+        self._open_stream = open_stream
+
+    @property
+    def rows_per_epoch(self) -> int | None:
+        """None when streaming: not known before the first epoch is over."""
+        return None if self.train is None else len(self.train)
+
+    @property
+    def tokens_per_epoch(self) -> int | None:
+        """Trained tokens of one epoch; None when streaming."""
+        return None if self.report.train is None else self.report.train.packing.trained_tokens
+
+    def stream(self, batch_tokens: int, epochs: int | None = None) -> TokenStream | StreamedText:
+        """Batches of `batch_tokens / seq_len` rows, a whole optimizer step each.
+
+        Raises:
+            RecipeError: `batch_tokens` is not a multiple of seq_len.
+        """
+        rows = rows_of(batch_tokens, self.data.seq_len)
+        if self.train is not None:
+            return TokenStream(self.train, rows, self.data.seed, self.identity, epochs)
+        if self._open_stream is None:
+            raise DataError("a stream of training text", "this text was prepared without any")
+        return self._open_stream(rows, epochs)
+
+    def validation_batches(self, max_tokens: int | None = None, rows: int = 1) -> Iterator[Batch]:
+        """Batches of at most `rows` rows in file order, the same every time; `max_tokens` positions at most,
+        but one row at least. Nothing when there is no validation set."""
+        if self.validation is None:
+            return iter(())
+        limit = None if max_tokens is None else max(1, max_tokens // self.data.seq_len)
+        return self.validation.in_order(rows, limit)
+
+
+def rows_from_store(
+    store: TokenStore,
+    data: TextData,
+    name: str,
+    reused: bool,
+    chosen: np.ndarray | None = None,
+    held_out: str = "",
+) -> tuple[Rows, SetReport]:
+    """The rows of the documents `chosen` (bool mask; None: all), and their report."""
+    offsets = store.column("documents")
+    documents = np.arange(store.documents) if chosen is None else np.flatnonzero(chosen)
+    starts, lengths = offsets[documents], (offsets[1:] - offsets[:-1])[documents]
+    table, counts = lay_rows(
+        starts, lengths, data.seq_len, data.packing, data.too_long,
+        sources=store.source_of(documents), place=lambda d: store.place(int(documents[d])),
+    )  # fmt: skip
+    rows = Rows(table, store.read, pad=int(store.meta["tokenizer"]["end"]))
+    return rows, _report(store, data, name, reused, counts, held_out)
+
+
+def split_store(store: TokenStore, data: TextData) -> tuple[np.ndarray, str, str]:
+    """Hold documents out: (mask of validation documents, in words for train, in words for validation)."""
+    fraction = data.validation if isinstance(data.validation, float) else None
+    mask = hold_out(np.diff(store.column("documents")), data.seed, fraction, data.validation_tokens)
+    taken = (
+        f"{int(mask.sum())} of {store.documents} documents held out by hash of (seed {data.seed}, document)"
+    )
+    return mask, f"after {taken}", taken
+
+
+def shared_texts(train: np.ndarray, validation: np.ndarray) -> list[str]:
+    """A note when validation documents are in the training text too, word for word."""
+    number = int(np.isin(validation, train).sum())
+    if not number:
+        return []
+    return [
+        f"note: {number} of {len(validation)} validation documents are also training documents, word for word"
+    ]
+
+
+def _report(
+    store: TokenStore, data: TextData, name: str, reused: bool, counts: PackingCounts, held_out: str
+) -> SetReport:
+    meta = store.meta
+    return SetReport(
+        name=name,
+        sources=[s["name"] for s in meta["sources"]],
+        files=sum(len(s["files"]) for s in meta["sources"]),
+        ignored_files=sum(s["ignored"] for s in meta["sources"]),
+        rows_read=meta["counts"]["rows"],
+        dropped=meta["counts"]["dropped"],
+        unknown_tokens=meta["counts"]["unknown_tokens"],
+        rule=rule_in_words(data.packing, data.too_long, data.seq_len),
+        packing=counts,
+        held_out=held_out,
+        reused=reused,
+        folder=str(store.folder),
+    )

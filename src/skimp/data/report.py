@@ -1,0 +1,107 @@
+"""What became of every row that was read: how much is trained, what was left out and why."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from skimp.data.packing import PackingCounts
+
+
+@dataclass(frozen=True)
+class SetReport:
+    """One set, training or validation, for one epoch.
+
+    Attributes:
+        name: train or validation.
+        sources: what the user named.
+        files: files read, and `ignored_files` lying among them that are of no kind that is read.
+        rows_read: rows of those files, or of the part of them that fell to this set when it was split off.
+        dropped: rows left out before packing, by reason.
+        unknown_tokens: tokens the tokenizer had no word for, over all rows read.
+        held_out: "" or how this set was chosen from the training sources.
+        rule: how documents became rows, in words.
+        packing: the counts of that.
+        reused: True when the tokens were found in the cache.
+        folder: where they lie.
+    """
+
+    name: str
+    sources: list[str]
+    files: int
+    ignored_files: int
+    rows_read: int
+    dropped: dict[str, int]
+    unknown_tokens: int
+    rule: str
+    packing: PackingCounts
+    held_out: str = ""
+    reused: bool = False
+    folder: str = ""
+
+    def lines(self) -> list[str]:
+        """For a person, one fact each."""
+        p = self.packing
+        dropped = sum(self.dropped.values())
+        out = [
+            f"{self.name}: {', '.join(self.sources)} ({self.files} file{'s' * (self.files != 1)}"
+            + (f", {self.ignored_files} others ignored" if self.ignored_files else "")
+            + (", tokens from the cache" if self.reused else "") + ")",
+            f"  {p.documents_in:,} documents, {p.tokens_in:,} tokens"
+            + (f", {self.held_out}" if self.held_out else ""),
+            f"  {p.rows:,} rows, {p.trained_tokens:,} trained tokens an epoch; {self.rule}",
+        ]  # fmt: skip
+        for number, words in (
+            (dropped, "rows dropped: " + ", ".join(f"{n} {why}" for why, n in self.dropped.items() if n)),
+            (p.split_documents, f"documents cut at row ends, into {p.pieces:,} pieces in all"),
+            (p.truncated_documents, f"documents truncated, {p.truncated_tokens:,} tokens lost"),
+            (p.dropped_documents, f"documents dropped as longer than a row, {p.dropped_tokens:,} tokens"),
+            (p.tail_tokens, "tokens dropped: alone in a last row or piece, with nothing to predict"),
+            (
+                p.padding_tokens,
+                f"positions of padding ({p.padding_tokens / (p.tokens + p.padding_tokens):.1%})",
+            ),
+            (self.unknown_tokens, "unknown tokens: the tokenizer has no word for them"),
+        ):
+            if number:
+                out.append(f"  {number:,} {words}")
+        return out
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """Everything the data room did. `train` is None when streaming: its counts come with the stream."""
+
+    train: SetReport | None
+    validation: SetReport | None
+    tokenizer_size: int
+    end_token: int
+    begin_token: int | None
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        out: list[str] = []
+        for part in (self.train, self.validation):
+            out += part.lines() if part is not None else []
+        return out + self.notes
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+
+def rule_in_words(packing: bool, too_long: str, seq_len: int) -> str:
+    """How documents become rows."""
+    long = {
+        "split": f"cut every {seq_len} tokens",
+        "truncate": f"truncated to {seq_len} tokens",
+        "drop": "dropped",
+        "error": "refused",
+    }[too_long]
+    if packing and too_long == "split":
+        return f"packed end to end, cut at row ends every {seq_len} tokens, no attention across documents"
+    if packing:
+        return (
+            f"packed whole (best fit), no attention across documents; documents over {seq_len} tokens {long}"
+        )
+    return f"one document a row, padded to {seq_len}; longer ones {long}"

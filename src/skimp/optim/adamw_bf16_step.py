@@ -1,0 +1,115 @@
+"""The operator `skimp::adamw_bf16`: one AdamW step on a bf16 weight, computed in float32, rounded
+stochastically.
+
+One operator per parameter, so that simulating a model costs one fake call each and scratch is bounded
+whatever the size. The native form takes no heap at all; the reference works in chunks with preallocated
+scratch and gives the same bits. Noise of step t: stream 2t has the weight's 16 bits in its upper halves and
+the first moment's in its lower halves; stream 2t + 1 has the second moment's in its upper halves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skimp.core.codecs.bf16 import round_bits_
+from skimp.core.forms import native_form
+from skimp.core.noise import fill_words_
+from skimp.core.workspace import CAST_SCALAR_BYTES, declare_workspace
+from skimp.kernels.native.library import load
+from skimp.optim.adamw_math import CHUNK, Buffers, adamw_chunk_, adamw_scalars
+
+load()
+
+
+class Noise:
+    """16-bit noise for chunks of at most `size` elements: 16 bytes per element of scratch."""
+
+    def __init__(self, size: int, key: int, device: torch.device) -> None:
+        blocks = (size + 3) // 4
+        self.key = key
+        self.words = torch.empty(blocks, 4, dtype=torch.int64, device=device)
+        self.scratch = torch.empty(2, blocks, dtype=torch.int64, device=device)
+        self.noise = torch.empty(size, dtype=torch.int32, device=device)
+
+    @staticmethod
+    def nbytes(size: int) -> int:
+        return 48 * ((size + 3) // 4) + 4 * size
+
+    def draw(self, stream: int, start: int) -> None:
+        """Draw the numbers from `start` (a multiple of 4) of a stream."""
+        fill_words_(self.words, self.scratch, self.key, stream, start // 4)
+
+    def low(self, n: int) -> Tensor:
+        """The lower halves of the first n numbers drawn, (n,) int32. Call it before `high`."""
+        return self.noise[:n].copy_(self.words.view(-1)[:n]).bitwise_and_(0xFFFF)
+
+    def high(self, n: int) -> Tensor:
+        """The upper halves; shifts the drawn numbers."""
+        return self.noise[:n].copy_(self.words.bitwise_right_shift_(16).view(-1)[:n])
+
+
+@torch.library.custom_op(
+    "skimp::adamw_bf16",
+    mutates_args=("p", "m", "v"),
+    schema="(Tensor(a!) p, Tensor g, Tensor(b!) m, Tensor(c!) v, float lr, float beta1, float beta2, "
+    "float eps, float weight_decay, int step, int key) -> ()",
+)
+def adamw_bf16(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    key: int,
+) -> None:
+    """One step in place: `p` bf16, `g` bf16 or float32, `m` and `v` both bf16 or both float32."""
+    scalars = adamw_scalars(lr, beta1, beta2, eps, weight_decay, step)
+    form = native_form("adamw_bf16", p.device)
+    if form is not None:
+        form(p, g, m, v, scalars, key, step)
+        return
+    total = p.numel()
+    size = min(CHUNK, total)
+    b = Buffers(size, p.device)
+    noise = Noise(size, key, p.device)
+    flat_p, flat_g, flat_m, flat_v = p.view(-1), g.view(-1), m.view(-1), v.view(-1)
+    for start in range(0, total, CHUNK):
+        here = slice(start, min(start + CHUNK, total))
+        n = here.stop - start
+        b.p[:n].copy_(flat_p[here])
+        b.g[:n].copy_(flat_g[here])
+        b.m[:n].copy_(flat_m[here])
+        b.v[:n].copy_(flat_v[here])
+        adamw_chunk_(b, n, scalars)
+        noise.draw(2 * step, start)
+        if m.dtype == torch.bfloat16:
+            round_bits_(b.m[:n], noise.low(n))
+        round_bits_(b.p[:n], noise.high(n))
+        if v.dtype == torch.bfloat16:
+            noise.draw(2 * step + 1, start)
+            round_bits_(b.v[:n], noise.high(n))
+        flat_p[here].copy_(b.p[:n])
+        flat_m[here].copy_(b.m[:n])
+        flat_v[here].copy_(b.v[:n])
+
+
+@adamw_bf16.register_fake
+def _fake(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+@declare_workspace("skimp::adamw_bf16")
+def _workspace(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    p = args[0]
+    if p.numel() == 0 or native_form("adamw_bf16", p.device) is not None:
+        return 0
+    size = min(CHUNK, p.numel())
+    return Buffers.nbytes(size) + Noise.nbytes(size) + CAST_SCALAR_BYTES

@@ -1,0 +1,346 @@
+"""What every update rule is: a `torch.optim.Optimizer` with plain state, keyed by name, and one update per
+parameter.
+
+A rule says what state a parameter of some shape and dtype needs (`state_spec`) and how one parameter is
+updated (`update`). Everything else follows from those two: allocation, size, saving, loading, the table and
+the effect check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from skimp.core.errors import CheckpointError, EffectError, SkimpError
+from skimp.core.read import read
+
+Spec = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of `UpdateRule.table`: which rule updates a parameter, and with what."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    rule: str
+    lr: float
+    weight_decay: float
+    state_bytes: int
+
+
+def state_key(parameter: str, key: str) -> str:
+    """The flat name of a state entry in a checkpoint: "layers.0.up.weight" and "m" → "layers.0.up.weight.m"."""
+    return f"{parameter}.{key}"
+
+
+class UpdateRule(torch.optim.Optimizer):
+    """Base of all update rules.
+
+    Args:
+        params: parameters, groups, or `model.named_parameters()`. With names, state and noise are addressed
+            by them; without, by position ("0.3" is parameter 3 of group 0).
+        defaults: the options of a group; `lr` (float or tensor) and `weight_decay` among them.
+
+    Attributes:
+        rule: name in the registry.
+        locality: what an update of one element depends on: "element", "row" or "matrix".
+        state_placement: where state lives, given where the parameter lives.
+    """
+
+    rule: ClassVar[str]
+    locality: ClassVar[Literal["element", "row", "matrix"]] = "element"
+    state_placement: ClassVar[str] = "like parameter"
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._where: dict[Tensor, tuple[int, int]] = {}
+        super().__init__(params, defaults)
+
+    # ---- what a rule gives
+
+    def state_spec(self, shape: Sequence[int], dtype: torch.dtype) -> Spec:
+        """Shape and dtype of every state tensor of a parameter: the one source of allocation and size."""
+        raise NotImplementedError
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Update `p` in place from `grad`, both contiguous; `state["step"]` counts from 1."""
+        raise NotImplementedError
+
+    def check_parameter(self, name: str, p: Tensor) -> None:
+        """Refuse, when the optimizer is made, a parameter this rule cannot update."""
+        if not p.is_contiguous():
+            raise SkimpError(
+                f"{self.rule} on parameter '{name}'",
+                f"shape {tuple(p.shape)} with strides {p.stride()}",
+                "states follow the row-major order, and a hidden copy would cost the parameter's bytes",
+                "make it contiguous before the optimizer: p.data = p.data.contiguous()",
+            )
+
+    # ---- one step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; returns the closure's loss, if one is given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, p.grad, group)
+        return loss
+
+    @torch.no_grad()
+    def step_parameter(self, p: Tensor, grad: Tensor | None = None) -> None:
+        """Update one parameter: the same arithmetic as `step`, which it replaces when stepping in backward.
+
+        Raises:
+            SkimpError: `p` is not of this optimizer, or there is no gradient.
+        """
+        group = self.param_groups[self._place(p)[0]]
+        grad = p.grad if grad is None else grad
+        if grad is None:
+            raise SkimpError(
+                f"one update of '{self.name_of(p)}'", "it has no gradient", instead="pass grad=…"
+            )
+        self._update(p, grad, group)
+
+    def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        if grad.shape != p.shape or grad.layout != torch.strided:
+            raise SkimpError(
+                f"{self.rule}: a dense gradient of shape {tuple(p.shape)} for '{self.name_of(p)}'",
+                f"{grad.layout} of shape {tuple(grad.shape)}",
+                instead="for an embedding with sparse=True, switch that off",
+            )
+        state = self.init_state(p)
+        state["step"] += 1
+        self.update(p, grad.contiguous(), state, group)
+
+    # ---- state
+
+    def init_state(self, p: Tensor) -> dict[str, Any]:
+        """The state of `p`, made of zeros if it does not exist yet. Calling it early keeps memory flat."""
+        state: dict[str, Any] = self.state[p]
+        if "step" not in state:
+            state["step"] = 0
+            for key, (shape, dtype) in self.state_spec(p.shape, p.dtype).items():
+                state[key] = torch.zeros(shape, dtype=dtype, device=p.device)
+        return state
+
+    def init_states(self) -> None:
+        """Allocate the state of all parameters now instead of in the first step."""
+        for p in self._where:
+            self.init_state(p)
+
+    def state_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Bytes of state of one parameter: exactly what `init_state` allocates."""
+        return sum(_nbytes(size, kind) for size, kind in self.state_spec(shape, dtype).values())
+
+    def named_state(self) -> Iterator[tuple[str, str, Tensor | int]]:
+        """(parameter name, key, tensor or number) of all existing state, in the order of the groups."""
+        for p in self._where:
+            if p in self.state:
+                for key, value in self.state[p].items():
+                    yield self.name_of(p), key, value
+
+    @torch.no_grad()
+    def load_named_state(self, saved: Mapping[str, Any]) -> None:
+        """Load what `named_state` gave, tensor by tensor into the state that exists (so that memory stays
+        flat).
+
+        Options of groups (lr, decay, …) are *not* part of it: those of this optimizer, hence of the recipe,
+        stay.
+
+        Args:
+            saved: maps `state_key(parameter, key)` to a tensor or number; may read lazily from a file.
+
+        Raises:
+            CheckpointError: an entry is missing, or has another shape or dtype than this rule's. Nothing is
+                cast.
+        """
+        for p in self._where:
+            name = self.name_of(p)
+            keys = ["step", *self.state_spec(p.shape, p.dtype)]
+            self._restore(p, {key: _entry(saved, state_key(name, key), self.rule) for key in keys})
+
+    def _restore(self, p: Tensor, saved: Mapping[str, Any]) -> None:
+        spec, name = self.state_spec(p.shape, p.dtype), self.name_of(p)
+        if set(saved) != {"step", *spec}:
+            raise CheckpointError(
+                f"state of '{name}' for {self.rule}: {', '.join(['step', *spec])}",
+                ", ".join(map(str, saved)) or "nothing",
+                "it was saved by another rule, or for another shape or dtype",
+                "resume with the rule that saved it, or start with fresh state",
+            )
+        for key, (shape, dtype) in spec.items():
+            value = saved[key]
+            if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.dtype != dtype:
+                found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                raise CheckpointError(
+                    f"state '{state_key(name, key)}' as {dtype} {shape}",
+                    found,
+                    "a state is never cast: its numbers would change in silence",
+                    "resume with the optimizer options and dtype that saved it",
+                )
+        state = self.init_state(p)
+        state["step"] = int(saved["step"])
+        for key in spec:
+            state[key].copy_(saved[key])
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch's own format, bit for bit: unlike torch's loader, no state is cast to the parameter's dtype.
+
+        As in torch the saved groups, with their lr and decay, replace this optimizer's, and parameters are
+        matched by position. Pre-hooks see and may change the groups, not the state.
+
+        Raises:
+            CheckpointError: the state is of another rule, shape or dtype.
+        """
+        held, saved = self.state, state_dict["state"]
+        super().load_state_dict({**state_dict, "state": {}})
+        self.state = held
+        ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        for p, index in zip(list(self._where), ids, strict=True):
+            if index in saved:
+                self._restore(p, saved[index])
+            else:
+                self.state.pop(p, None)
+
+    # ---- groups and names
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; every parameter is checked first by `check_parameter`."""
+        super().add_param_group(param_group)
+        self._index()
+        for p in self.param_groups[-1]["params"]:
+            self.check_parameter(self.name_of(p), p)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._index()
+
+    def _index(self) -> None:
+        groups = enumerate(self.param_groups)
+        self._where = {p: (i, j) for i, group in groups for j, p in enumerate(group["params"])}
+
+    def _place(self, p: Tensor) -> tuple[int, int]:
+        if p not in self._where:
+            raise SkimpError(
+                f"{self.rule}: a parameter of this optimizer",
+                f"a tensor of shape {tuple(p.shape)} that is in none of its {len(self.param_groups)} groups",
+                instead="add it with add_param_group, or make the optimizer after the model is complete",
+            )
+        return self._where[p]
+
+    def name_of(self, p: Tensor) -> str:
+        """The parameter's name, or "group.position" where the optimizer was given no names."""
+        i, j = self._place(p)
+        names = self.param_groups[i].get("param_names")
+        return names[j] if names else f"{i}.{j}"
+
+    def table(self) -> list[Row]:
+        """One row for every parameter, so that none falls between groups."""
+        rows = []
+        for p, (i, _) in self._where.items():
+            group = self.param_groups[i]
+            rows.append(
+                Row(
+                    self.name_of(p),
+                    tuple(p.shape),
+                    self.rule_for(p),
+                    lr_of(group),
+                    float(group["weight_decay"]),
+                    self.state_bytes(p.shape, p.dtype),
+                )
+            )
+        return rows
+
+    def rule_for(self, p: Tensor) -> str:
+        """What `table` says of this parameter's rule."""
+        return self.rule
+
+    # ---- did it do anything
+
+    def assert_effect(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+        """Hold the first optimizer step to its promise.
+
+        Args:
+            before, after: the same named parameters (any sample of them) around one step.
+
+        Raises:
+            EffectError: no parameter was updated; a parameter has state of another dtype or shape than
+                promised; or gradients arrived, the learning rate was not zero, and no sampled parameter
+                moved.
+        """
+        updated = [p for p in self._where if self.state.get(p, {}).get("step", 0) > 0]
+        if not updated:
+            raise EffectError(f"'{self.rule}' updates parameters", "no parameter has taken a step")
+        for p in updated:
+            for key, (shape, dtype) in self.state_spec(p.shape, p.dtype).items():
+                held = self.state[p].get(key)
+                if held is None or held.dtype != dtype or tuple(held.shape) != shape:
+                    found = "nothing" if held is None else f"{held.dtype} {tuple(held.shape)}"
+                    raise EffectError(
+                        f"'{self.rule}' keeps {key} of '{self.name_of(p)}' as {dtype} {shape}", found
+                    )
+        due = [self.name_of(p) for p in updated if self.name_of(p) in before and self._should_move(p)]
+        if due and all(torch.equal(before[name], after[name]) for name in due):
+            raise EffectError(
+                f"'{self.rule}' moves parameters",
+                f"{len(due)} with a gradient did not change in any bit: {', '.join(due[:5])}",
+                "the update is below the weights' step, or is written to a copy",
+            )
+
+    def _should_move(self, p: Tensor) -> bool:
+        """A non-zero first moment after the step means that a gradient came."""
+        group = self.param_groups[self._where[p][0]]
+        moment = self.state[p].get("m_absmax", self.state[p].get("m"))
+        return lr_of(group) != 0.0 and moment is not None and read(moment.count_nonzero(), expect=1.0) > 0
+
+
+def lr_of(group: Mapping[str, Any]) -> float:
+    """The learning rate of a group as a number; a tensor (from a scheduler) is read."""
+    lr = group["lr"]
+    return read(lr, expect=1.0) if isinstance(lr, Tensor) else float(lr)
+
+
+def check_options(
+    rule: str, lr: Any, betas: Sequence[float], eps: float, weight_decay: float, eps_min: float
+) -> None:
+    """Refuse options out of range, naming the one.
+
+    Raises:
+        SkimpError: a negative lr, eps or decay, or a beta outside [0, 1).
+    """
+    wrong = [
+        ("lr", lr, "at least 0", not isinstance(lr, Tensor) and lr < 0),
+        ("betas", betas, "two numbers in [0, 1)", len(betas) != 2 or not all(0 <= b < 1 for b in betas)),
+        ("eps", eps, f"at least {eps_min}", eps < eps_min),
+        ("weight_decay", weight_decay, "at least 0", weight_decay < 0),
+    ]
+    for name, value, rule_text, bad in wrong:
+        if bad:
+            raise SkimpError(f"{rule}: {name} {rule_text}", repr(value))
+
+
+def _entry(saved: Mapping[str, Any], key: str, rule: str) -> Any:
+    try:
+        return saved[key]
+    except KeyError as error:
+        raise CheckpointError(
+            f"state '{key}' of {rule}", "not in the checkpoint", instead="resume with the rule that saved it"
+        ) from error
+
+
+def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    n = dtype.itemsize
+    for size in shape:
+        n *= size
+    return n

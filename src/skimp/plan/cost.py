@@ -1,0 +1,91 @@
+"""Seconds of a step from its operators: a roofline over the simulated dispatcher calls.
+
+Each operator takes the longer of its arithmetic and its memory traffic. Matrix products and attention count
+operations; everything else counts the bytes of its inputs and outputs. The two rates are a device's, from its card,
+or this machine's, measured by a short probe.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass(frozen=True)
+class Rates:
+    """flops: operations per second in matrix products; bandwidth: bytes per second; source: where they are from."""
+
+    flops: float
+    bandwidth: float
+    source: str
+
+
+class CostMeter(TorchDispatchMode):
+    """Add up seconds of every operator while active."""
+
+    def __init__(self, rates: Rates) -> None:
+        super().__init__()
+        self.rates = rates
+        self.seconds = 0.0
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.is_view:
+            return out
+        flops = _flops(func._schema.name, args)
+        traffic = _bytes(args) + (_bytes(out) if isinstance(out, (tuple, list)) else _bytes((out,)))
+        self.flops += flops
+        self.seconds += max(flops / self.rates.flops, traffic / self.rates.bandwidth)
+        return out
+
+
+def _bytes(values: Any) -> int:
+    total = 0
+    for value in values:
+        if isinstance(value, Tensor):
+            total += value.numel() * value.element_size()
+        elif isinstance(value, (tuple, list)):
+            total += _bytes(value)
+    return total
+
+
+def _flops(name: str, args: Any) -> int:
+    """Multiplications and additions; causal attention counts half of its square."""
+    if name in ("aten::mm", "aten::bmm"):
+        return 2 * args[0].numel() * args[1].shape[-1]
+    if name in ("aten::addmm", "aten::addmm_", "aten::baddbmm"):
+        return 2 * args[1].numel() * args[2].shape[-1]
+    if name == "aten::_scaled_dot_product_flash_attention_for_cpu":
+        return 2 * args[0].numel() * args[1].shape[2]
+    if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
+        return 5 * args[1].numel() * args[2].shape[2]
+    return 0
+
+
+def probe() -> Rates:
+    """Measure this machine in about a third of a second: float32 products of training's shape, and a large copy.
+
+    The median of several tries, because machines are shared.
+    """
+    a, b = torch.ones(512, 1024), torch.ones(1024, 2048)
+    flops = 2 * 512 * 1024 * 2048 / _median_seconds(lambda: torch.mm(a, b), 7)
+    source = torch.ones(1 << 22)
+    target = torch.empty_like(source)
+    bandwidth = 2 * source.nbytes / _median_seconds(lambda: torch.mul(source, 2.0, out=target), 7)
+    return Rates(flops, bandwidth, f"measured here on {torch.get_num_threads()} threads")
+
+
+def _median_seconds(call: Any, tries: int) -> float:
+    call()
+    spent = []
+    for _ in range(tries):
+        start = time.perf_counter()
+        call()
+        spent.append(time.perf_counter() - start)
+    return sorted(spent)[tries // 2]

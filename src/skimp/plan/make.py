@@ -1,0 +1,141 @@
+"""`make_plan`: recipe in, plan out; what `skimp plan` prints and `skimp train` executes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skimp.core.errors import ModelError
+from skimp.core.exact import ExactChoices
+from skimp.core.structure import layers_of
+from skimp.core.units import format_bytes
+from skimp.plan.cost import Rates, probe
+from skimp.plan.offers import offers
+from skimp.plan.places import Places, places
+from skimp.plan.plan import Alternative, Plan
+from skimp.plan.search import Candidate, Search
+from skimp.run.skeleton import dropout_of
+
+#: Share of a card's peak rates that training reaches: products about half, copies about four fifths.
+REACHED_FLOPS, REACHED_BANDWIDTH = 0.5, 0.8
+
+
+def make_plan(
+    recipe: Any, config: dict[str, Any], *, gpu: str | None = None, memory: int | None = None, label: str = "",
+    offer: bool = True,
+) -> Plan:
+    """Search the exact techniques and explain the outcome.
+
+    Args:
+        recipe: the run.
+        config: content of the model's HF `config.json`.
+        gpu, memory: replace the recipe's device and budget.
+        label: the model's name for people.
+        offer: when nothing exact fits, simulate the approximate ways too.
+    """
+    where = places(recipe, gpu, memory)
+    blocks = int(config[layers_of(config)])
+    target = "cpu" if where.on_cpu else "cuda"
+    rates = _rates(where, recipe.precision)
+    search = Search(recipe, config, blocks, where.tensor_budget(), rates, target)
+    profile, found, seconds = search.best()
+    peak = _compared(where, profile.peak_bytes)
+    disk = _disk(recipe, profile.resting)
+    fits = peak <= where.device_budget and disk <= where.disk
+    alternatives = [_alternative(c, where, blocks, recipe.rows_per_step) for c in found if c.exact != profile.exact]
+    if not fits and offer:
+        alternatives += offers(recipe, config, blocks, where, rates, target)
+    return Plan(
+        fits=fits, exact=profile.exact, profile=profile, places=where, peak_bytes=peak, seconds=seconds,
+        why=tuple(_reasons(search, profile.exact, where)), alternatives=tuple(alternatives), disk_bytes=disk,
+        model=label or str(config.get("model_type")), blocks=blocks, rows=recipe.rows_per_step,
+        notes=tuple(_notes(recipe, config, where, search)), rates=rates.source,
+    )
+
+
+def _compared(where: Places, tracked: int) -> int:
+    return where.resident_peak(tracked) if where.on_cpu else tracked
+
+
+def _rates(where: Places, precision: str) -> Rates:
+    if where.on_cpu:
+        return probe()
+    card = where.card
+    tflops = card.fp32_tflops if precision == "fp32" else card.bf16_tflops
+    if tflops is None:
+        raise ModelError(
+            f"precision {precision} on {card.name}", "no bfloat16 units", instead="precision=fp32, or a newer card"
+        )
+    return Rates(
+        tflops * 1e12 * REACHED_FLOPS, card.bandwidth_gbs * 1e9 * REACHED_BANDWIDTH,
+        f"{card.name}: half of {tflops:g} TFLOP/s and four fifths of {card.bandwidth_gbs:g} GB/s (card table)",
+    )
+
+
+def _disk(recipe: Any, resting: dict[str, int]) -> int:
+    """Checkpoints kept, and the one being written before the oldest is removed."""
+    if recipe.checkpoint.every is None and not recipe.checkpoint.at_end:
+        return 0
+    kept = recipe.checkpoint.keep + 1 + (1 if recipe.eval and recipe.eval.keep_best else 0)
+    saves = kept if recipe.checkpoint.every else 1
+    return saves * (resting["weights"] + resting.get("optimizer", 0))
+
+
+def _reasons(search: Search, exact: ExactChoices, where: Places) -> list[str]:
+    """What each decision saves against the next larger one, from the extended planes."""
+    row = ExactChoices(exact.micro_rows, (), exact.loss_chunk, exact.in_backward)
+    extension, blocks, count = search.row(row), search.blocks, len(exact.recompute)
+    budget = format_bytes(search.budget)
+    reasons = []
+    if count:
+        saved = extension.peak(blocks, 0) - extension.peak(blocks - count, count)
+        cost = extension.seconds.at(blocks - count, count) / extension.seconds.at(blocks, 0) - 1
+        reasons.append(f"recompute {count} of {blocks} blocks: saves {format_bytes(saved)}, costs {cost:.0%} time")
+    else:
+        reasons.append(f"no recompute: every activation fits in {budget}")
+    if exact.micro_rows < search.recipe.rows_per_step and search.recipe.exact.micro_batch is None:
+        larger = min(n for n in range(exact.micro_rows + 1, search.recipe.rows_per_step + 1)
+                     if search.recipe.rows_per_step % n == 0)
+        other = search.row(ExactChoices(larger, (), exact.loss_chunk, False))
+        more = other.peak(blocks - count, count) - extension.peak(blocks - count, count)
+        reasons.append(f"micro-batch of {exact.micro_rows}: {larger} rows would take {format_bytes(more)} more")
+    if exact.in_backward:
+        held = search.row(ExactChoices(exact.micro_rows, (), exact.loss_chunk, False))
+        saved = held.peak(blocks - count, count) - extension.peak(blocks - count, count)
+        passes = " in two passes, for the clipping norm" if search.recipe.train.clip else ""
+        reasons.append(f"step in backward{passes}: saves {format_bytes(saved)} of gradients")
+    elif search.recipe.exact.in_backward is None:
+        reasons.append("gradients held: they fit, and one backward per micro-batch is enough")
+    return reasons
+
+
+def _alternative(candidate: Candidate, where: Places, blocks: int, rows: int) -> Alternative:
+    peak = _compared(where, candidate.peak)
+    exact = candidate.exact
+    overrides = (
+        f"exact.micro_batch={exact.micro_rows}", f"exact.recompute={len(exact.recompute)}",
+        f"exact.in_backward={str(exact.in_backward).lower()}",
+    )
+    return Alternative(
+        exact.describe(blocks, rows), peak, candidate.seconds, peak <= where.device_budget, True, overrides
+    )
+
+
+def _notes(recipe: Any, config: dict[str, Any], where: Places, search: Search) -> list[str]:
+    notes = []
+    dropout = dropout_of(config)
+    if dropout:
+        notes.append("dropout of the config set to 0: " + ", ".join(f"{k}={v:g}" for k, v in dropout.items()))
+    if recipe.train.clip is None:
+        notes.append("no gradient clipping")
+    if recipe.data.packing:
+        notes.append("packed rows are simulated as their costliest split into documents")
+    if where.on_cpu:
+        notes.append(
+            f"host: process baseline {format_bytes(where.baseline)} measured here; allocator and libraries "
+            f"{format_bytes(where.resident_peak(0) - where.baseline)} + 2 % of tensors"
+        )
+    if recipe.precision == "bf16":
+        notes.append("bf16 gradients of several micro-batches are added in bf16: one rounding per micro-batch")
+    return notes
+
+

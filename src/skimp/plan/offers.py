@@ -1,0 +1,74 @@
+"""When nothing exact fits: the approximate ways, each simulated, smallest first, with what is known of their price.
+
+skimp never takes one of these by itself: they change the mathematics. Each offer is an override to type.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skimp.core.exact import ExactChoices
+from skimp.plan.cost import Rates
+from skimp.plan.places import Places
+from skimp.plan.plan import Alternative
+from skimp.plan.search import Search, pinned_recompute
+
+#: (what to change, in words with the known effect, as overrides, changes to the recipe)
+WAYS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
+    ("8-bit optimizer states (loss within 1-2 % of fp32 states in the published runs)",
+     ("optimizer=adamw8bit",), {"optimizer": "adamw8bit"}),
+    ("bf16 weights with stochastic rounding, bf16 states (needs a higher-precision check at small learning rates)",
+     ("precision=bf16", "optimizer=adamw"), {"precision": "bf16", "optimizer": "adamw"}),
+    ("bf16 weights with stochastic rounding, 8-bit states",
+     ("precision=bf16", "optimizer=adamw8bit"), {"precision": "bf16", "optimizer": "adamw8bit"}),
+    ("half the sequence, same tokens a step: other text is seen together",
+     ("data.seq_len=HALF",), {"seq": 0.5}),
+)
+
+
+def offers(
+    recipe: Any, config: dict[str, Any], blocks: int, where: Places, rates: Rates, target: str
+) -> list[Alternative]:
+    """Simulate each way at its smallest exact point, so that what is offered is what could be reached."""
+    found = []
+    for label, overrides, change in WAYS:
+        changed = _changed(recipe, change)
+        if changed is None:
+            continue
+        search = Search(changed, config, blocks, where.tensor_budget(), rates, target)
+        pinned = pinned_recompute(changed, blocks)
+        best = min(
+            (_smallest(search, row, pinned, blocks) for row in search.rows()), key=lambda pair: pair[0]
+        )
+        peak = where.resident_peak(best[0]) if where.on_cpu else best[0]
+        typed = tuple(o.replace("HALF", str(recipe.data.seq_len // 2)) for o in overrides)
+        found.append(Alternative(label, peak, best[1], peak <= where.device_budget, False, typed))
+    return sorted(found, key=lambda a: (not a.fits, a.peak_bytes))
+
+
+def _smallest(search: Search, row: ExactChoices, pinned: int | None, blocks: int) -> tuple[int, float]:
+    extension = search.row(row)
+    count = blocks if pinned is None else pinned
+    return extension.peak(blocks - count, count), extension.seconds.at(blocks - count, count)
+
+
+def _changed(recipe: Any, change: dict[str, Any]) -> Any | None:
+    """The recipe with the change, or None when it is so already."""
+    update: dict[str, Any] = {}
+    if "optimizer" in change:
+        if recipe.optimizer.name != change["optimizer"]:
+            update["optimizer"] = recipe.optimizer.model_copy(update={"name": change["optimizer"]})
+        elif "precision" not in change:
+            return None
+    if "precision" in change:
+        if recipe.precision == change["precision"]:
+            if not update:
+                return None
+        else:
+            update["precision"] = change["precision"]
+    if "seq" in change:
+        seq = recipe.data.seq_len
+        if seq < 256 or seq % 2:
+            return None
+        update["data"] = recipe.data.model_copy(update={"seq_len": seq // 2})
+    return recipe.model_copy(update=update)

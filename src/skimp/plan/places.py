@@ -1,0 +1,100 @@
+"""What each place may hold: the device, the host's process, the disk; and what the process takes before any tensor.
+
+On a CPU the budget is for the whole process: the interpreter and its libraries (measured in this process, never a
+constant), the tracked tensors, and what the allocator and libraries add on top (`slack`).
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skimp.core.errors import RecipeError
+from skimp.core.memory.process import malloc_policy_is_set, resident
+from skimp.core.units import format_bytes
+
+#: Heap rounding, allocator tables and the parts of libraries that first run with real work: fixed bytes.
+SLACK_FIXED = 45_000_000
+#: Small tensors that stay on glibc's heap, page rounding: a share of the tracked peak.
+SLACK_SHARE = 0.02
+#: Without the malloc policy freed tensors stay in the heap; the gap was 300 MB on the quickstart.
+SLACK_NO_POLICY = 300_000_000
+
+
+@dataclass(frozen=True)
+class Places:
+    """Budgets in bytes, None for no limit asked, and the process's own bytes on the host.
+
+    Attributes:
+        device: "cpu" or the name of a card; device_budget: bytes usable on it (the host's on a CPU).
+        host, disk: budgets of the other places.
+        baseline: resident bytes of this process before any tensor of the run.
+        why: where each number is from, one sentence each.
+        card: the card's facts, None on a CPU.
+    """
+
+    device: str
+    device_budget: int
+    host: int
+    disk: int
+    baseline: int
+    why: tuple[str, ...]
+    card: Any = None
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device == "cpu"
+
+    def tensor_budget(self) -> int:
+        """Tracked bytes that fit: on a CPU the budget less the process's own bytes and the slack."""
+        if not self.on_cpu:
+            return self.device_budget
+        fixed = SLACK_FIXED if malloc_policy_is_set() else SLACK_NO_POLICY
+        return int((self.device_budget - self.baseline - fixed) / (1 + SLACK_SHARE))
+
+    def resident_peak(self, tracked: int) -> int:
+        """Predicted resident bytes of the process for a tracked peak."""
+        fixed = SLACK_FIXED if malloc_policy_is_set() else SLACK_NO_POLICY
+        return self.baseline + fixed + int(tracked * (1 + SLACK_SHARE))
+
+
+def places(recipe: Any, gpu: str | None = None, memory: int | None = None) -> Places:
+    """The places of a recipe on this machine, or on the card `gpu`.
+
+    Args:
+        recipe: its `device` and `budget`.
+        gpu: a card name or size that replaces the recipe's device.
+        memory: bytes that replace the recipe's budget on the computing device.
+
+    Raises:
+        RecipeError: an unknown card, or more than one: sharding is not planned yet.
+    """
+    from skimp.recipe import host_budget, resolve_gpu
+
+    here = host_budget()
+    disk = recipe.budget.disk or shutil.disk_usage(_existing(Path(recipe.output))).free
+    baseline = resident().now
+    device = gpu or recipe.device
+    if device == "cpu":
+        asked = memory or recipe.budget.host
+        said = f"budget {format_bytes(asked)} for the whole process" if asked else here.why
+        return Places("cpu", asked or here.bytes, asked or here.bytes, disk, baseline, (said,))
+    cards = resolve_gpu("24GB" if device == "cuda" else device)
+    if cards.count > 1:
+        raise RecipeError(
+            f"device '{device}'", f"{cards.count} cards", "a plan shards nothing yet; each card would hold it all",
+            f"plan for one: --gpu {cards.card.name}",
+        )
+    usable = cards.card.budget_bytes
+    limit = min(usable, memory or recipe.budget.device or usable)
+    host = min(recipe.budget.host or here.bytes, here.bytes)
+    return Places(cards.card.name, limit, host, disk, baseline, (cards.card.basis, here.why), cards.card)
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path

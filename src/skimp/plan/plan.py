@@ -1,0 +1,92 @@
+"""A plan: what was chosen for which budget and why, as data that prints, travels as JSON and is stored with the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from skimp.core.exact import ExactChoices
+from skimp.plan.places import Places
+from skimp.plan.profile import MemoryProfile
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another way: a label, its peak, its seconds, whether it fits and whether it leaves the mathematics alone."""
+
+    label: str
+    peak_bytes: int
+    seconds: float
+    fits: bool
+    exact: bool
+    overrides: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "label": self.label, "peak_bytes": self.peak_bytes, "seconds": self.seconds, "fits": self.fits,
+            "exact": self.exact, "overrides": list(self.overrides),
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The outcome of a search.
+
+    Attributes:
+        fits: the chosen run fits every place.
+        exact: the chosen exact techniques (the smallest run when nothing fits).
+        profile: its simulation.
+        places: budgets.
+        peak_bytes: what is compared with the budget: the process's resident peak on a CPU, tensors on a card.
+        seconds: predicted seconds of one optimizer step.
+        why: reasons, one sentence with bytes each.
+        alternatives: other exact ways, then approximate offers.
+        disk_bytes: checkpoints kept on disk at most.
+        notes: what the reader should know (dropout set to 0, packing simulated as …).
+    """
+
+    fits: bool
+    exact: ExactChoices
+    profile: MemoryProfile
+    places: Places
+    peak_bytes: int
+    seconds: float
+    why: tuple[str, ...]
+    alternatives: tuple[Alternative, ...]
+    disk_bytes: int
+    model: str
+    blocks: int
+    rows: int
+    notes: tuple[str, ...] = ()
+    rates: str = ""
+    missing: tuple[str, ...] = field(default=())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The stable JSON of `skimp plan --json`."""
+        shares = {k: v for k, v in self.profile.peak.by_category.items()}
+        device = {
+            "name": self.places.device, "budget_bytes": self.places.device_budget, "peak_bytes": self.peak_bytes,
+            "tracked_bytes": self.profile.peak_bytes,
+        }
+        if self.places.on_cpu:
+            shares["baseline"] = self.places.baseline
+            shares["allocator"] = self.peak_bytes - self.places.baseline - self.profile.peak.total
+        return {
+            "fits": self.fits,
+            "peak_bytes": self.peak_bytes,
+            "by_category": shares,
+            "where": self.profile.peak.where(),
+            "phases": dict(self.profile.phases),
+            "chosen": self.exact.as_dict(),
+            "why": list(self.why),
+            "alternatives": [a.as_dict() for a in self.alternatives],
+            "places": {
+                "device": device,
+                "host": {"budget_bytes": self.places.host, "baseline_bytes": self.places.baseline},
+                "disk": {"budget_bytes": self.places.disk, "peak_bytes": self.disk_bytes},
+            },
+            "predicted_step_seconds": self.seconds,
+            "parameters": self.profile.parameters,
+            "model": self.model,
+            "notes": list(self.notes),
+        }

@@ -1,0 +1,55 @@
+"""What a simulation returns: peaks by category and place, where they are, and the seconds of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from skimp.core.exact import ExactChoices
+from skimp.core.memory.tracker import Peak
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """Tracked bytes of a run on one device.
+
+    Attributes:
+        exact: the choices simulated.
+        peak: the fullest moment of training.
+        resting: bytes that are always there: weights, optimizer states, buffers.
+        phases: peak bytes of each phase (load, train, evaluate, save, resume).
+        places: highest bytes at each (phase, owner) of the training step.
+        seconds: predicted seconds of one optimizer step.
+        flops: arithmetic of one optimizer step.
+        parameters: number of parameters; trainable: of those trained.
+        timeline: (operator index, live bytes, phase) if asked for.
+    """
+
+    exact: ExactChoices
+    peak: Peak
+    resting: dict[str, int]
+    phases: dict[str, int]
+    places: Mapping[tuple[str, str], int]
+    seconds: float
+    flops: int
+    parameters: int
+    timeline: list[tuple[int, int, str]] | None = field(default=None, repr=False)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest of all phases: what the device must hold."""
+        return max(self.phases.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "exact": self.exact.as_dict(),
+            "peak_bytes": self.peak_bytes,
+            "by_category": dict(self.peak.by_category),
+            "where": self.peak.where(),
+            "phases": dict(self.phases),
+            "seconds": self.seconds,
+            "flops": self.flops,
+            "parameters": self.parameters,
+        }

@@ -1,0 +1,100 @@
+"""Simulate a run: the same `build`, the same step, on tensors that have shapes and no values.
+
+Two full optimizer steps (so that whatever the first leaves behind is in the second), then an evaluation batch.
+No weights, no data, and in memory only the book-keeping: an 80-block model needs seconds and megabytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from skimp.core import attention
+from skimp.core.batch import Batch
+from skimp.core.exact import ExactChoices
+from skimp.core.memory.tracker import Tracker, scope
+from skimp.core.structure import layers_of
+from skimp.plan.cost import CostMeter, Rates
+from skimp.plan.profile import MemoryProfile
+from skimp.run.build import Run, build
+
+UNKNOWN_RATES = Rates(1e11, 1e10, "unknown device")
+
+
+def simulate(
+    recipe: Any, exact: ExactChoices, config: dict[str, Any], *, rates: Rates = UNKNOWN_RATES, target: str = "cpu",
+    steps: int = 2, blocks: int | None = None, micro_batches: int | None = None, timeline: bool = False,
+    documents: tuple[int, ...] | None = None,
+) -> MemoryProfile:
+    """Peaks and seconds of training with these choices.
+
+    Args:
+        recipe, exact, config: as `build`.
+        rates: the device's, for the seconds.
+        target: "cpu" adds what ATen's CPU operators allocate inside a call; "cuda" does not.
+        steps: optimizer steps simulated.
+        blocks: simulate only so many of the model's blocks (for extension by `plan.extend`).
+        micro_batches: simulate at most so many of a step's micro-batches; the third is like the second.
+        timeline: record the memory timeline.
+        documents: boundaries of every row; None takes the costliest packing, one document and one token.
+    """
+    if blocks is not None:
+        key = layers_of(config)
+        config = {**config, key: blocks}
+        for listed in ("layer_types",):
+            if config.get(listed):
+                config[listed] = config[listed][:blocks]
+    mode = FakeTensorMode()
+    run = build(recipe, exact, config, simulate=mode)
+    tracker = Tracker(timeline=timeline, host_rules=target == "cpu")
+    meter = CostMeter(rates)
+    rows = recipe.rows_per_step
+    if micro_batches is not None:
+        rows = min(rows, exact.micro_rows * micro_batches)
+    batch = _batch(mode, rows, recipe, documents)
+    with attention.target(target), mode, tracker:
+        resting = _resting(tracker, run, batch)
+        rest = tracker.live
+        tracker.reset_peak()
+        for index in range(steps):
+            if index == steps - 1:
+                with meter:
+                    run.step(batch)
+            else:
+                run.step(batch)
+        peak, places = tracker.peak, dict(tracker.peaks)
+        phases = {"train": peak.total}
+        if recipe.eval is not None:
+            tracker.reset_peak()
+            with scope(phase="evaluate"):
+                run.evaluate([batch.take(0, 1)])
+            phases["evaluate"] = tracker.peak.total
+    phases["load"] = resting["weights"] + max(p.numel() * 4 for _, p in run.parameters())
+    # A checkpoint is written and read tensor by tensor through one 4 MiB buffer.
+    phases["save"] = phases["resume"] = rest + (4 << 20)
+    run.close()
+    return MemoryProfile(
+        exact, peak, resting, phases, places, meter.seconds, meter.flops,
+        sum(p.numel() for _, p in run.parameters()), tracker.timeline,
+    )
+
+
+def _resting(tracker: Tracker, run: Run, batch: Batch) -> dict[str, int]:
+    tracker.hold((p for _, p in run.parameters()), "weights")
+    tracker.hold(run.model.buffers(), "weights")
+    states = [s for state in run.optimizer.state.values() for s in state.values() if isinstance(s, torch.Tensor)]
+    tracker.hold(states, "optimizer")
+    tracker.hold((t for t in (batch.ids, batch.labels, batch.positions) if t is not None), "batch")
+    return {k: v for k, v in tracker.by_category.items() if v}
+
+
+def _batch(mode: FakeTensorMode, rows: int, recipe: Any, documents: tuple[int, ...] | None) -> Batch:
+    """A batch of shapes only. Packed rows are simulated as two documents, S - 1 tokens and 1: the costliest split."""
+    seq = recipe.data.seq_len
+    if documents is None:
+        documents = (0, seq - 1, seq) if seq > 2 else (0, seq)
+    with mode:
+        ids, labels, positions = (torch.zeros(rows, seq, dtype=torch.int64) for _ in range(3))
+    return Batch(ids, labels, positions, (documents,) * rows, rows * seq)

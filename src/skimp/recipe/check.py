@@ -1,0 +1,159 @@
+"""Keys that are each right and together wrong: found all at once, each with both values and the way out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from skimp.core.errors import SkimpError
+from skimp.core.registry import facts
+from skimp.recipe.devices import resolve_gpu
+from skimp.recipe.problem import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from skimp.recipe.schema import Recipe
+
+
+def contradictions(recipe: Recipe) -> list[Problem]:
+    """Every contradiction in a recipe whose single keys are valid."""
+    return [
+        *_length(recipe),
+        *_schedule(recipe),
+        *_evaluation(recipe),
+        *_places(recipe),
+        *_pinned(recipe),
+        *_method(recipe),
+    ]
+
+
+def _length(recipe: Recipe) -> Iterator[Problem]:
+    train, seq_len = recipe.train, recipe.data.seq_len
+    if train.steps is not None and train.epochs is not None:
+        yield Problem(
+            "train.steps",
+            "either train.steps or train.epochs",
+            f"steps {train.steps} and epochs {train.epochs:g}",
+            "both say how long the run is",
+            ("set the other to null: train.epochs=null or train.steps=null",),
+        )
+    rest = train.batch_tokens % seq_len
+    if rest:
+        below = train.batch_tokens - rest
+        near = f"{below} or {below + seq_len}" if below else f"{seq_len}"
+        yield Problem(
+            "train.batch_tokens",
+            "a multiple of data.seq_len",
+            f"train.batch_tokens {train.batch_tokens}, data.seq_len {seq_len}",
+            "a step is a whole number of rows of seq_len tokens",
+            (f"train.batch_tokens {near}",),
+        )
+
+
+def _schedule(recipe: Recipe) -> Iterator[Problem]:
+    train = recipe.train
+    if train.schedule != "wsd" and train.decay is not None:
+        yield Problem(
+            "train.decay",
+            "null, unless train.schedule is wsd",
+            f"decay {train.decay:g} with schedule {train.schedule}",
+            f"a {train.schedule} schedule has no tail of its own, so the value would be ignored",
+            ("train.schedule=wsd", "train.decay=null"),
+        )
+    if train.schedule == "constant" and train.min_lr:
+        yield Problem(
+            "train.min_lr",
+            "0, when train.schedule is constant",
+            f"min_lr {train.min_lr:g}",
+            "a constant schedule never falls, so the value would be ignored",
+            ("train.schedule=cosine", "train.min_lr=0"),
+        )
+    if train.steps is not None and train.warmup >= 1 and train.warmup > train.steps:
+        yield Problem(
+            "train.warmup",
+            "at most train.steps",
+            f"warmup {train.warmup}, steps {train.steps}",
+            "the run would end before the learning rate reaches lr",
+            (f"train.warmup={train.steps} or less",),
+        )
+    warm = train.warmup if train.warmup < 1 else train.warmup / train.steps if train.steps else 0.0
+    if train.decay is not None and warm + train.decay > 1 + 1e-9:
+        yield Problem(
+            "train.decay",
+            "warm-up and decay within the run",
+            f"warmup {warm:g} and decay {train.decay:g} of the run",
+            "together they are longer than the run",
+            (f"train.decay={max(1 - warm, 0):g} or less",),
+        )
+
+
+def _evaluation(recipe: Recipe) -> Iterator[Problem]:
+    ev = recipe.eval
+    if ev is None:
+        return
+    if recipe.data.validation is None:
+        yield Problem(
+            "eval",
+            "null, when data.validation is null",
+            "data.validation null and an eval section",
+            "there is no held-out text to evaluate on",
+            ("data.validation=0.05", "eval=null"),
+        )
+    for key, wanted in (("keep_best", ev.keep_best), ("early_stop", ev.early_stop is not None)):
+        if wanted and ev.every is None:
+            yield Problem(
+                f"eval.{key}",
+                "eval.every beside it",
+                "eval.every null",
+                "without evaluations during the run there is nothing to compare",
+                ("eval.every=100",),
+            )
+    if ev.keep_best and recipe.checkpoint.every is None and not recipe.checkpoint.at_end:
+        yield Problem(
+            "eval.keep_best",
+            "checkpoints",
+            "checkpoint.every null and checkpoint.at_end false",
+            "a run that never saves cannot keep its best state",
+            ("checkpoint.at_end=true",),
+        )
+
+
+def _places(recipe: Recipe) -> Iterator[Problem]:
+    on_cpu = recipe.device == "cpu"
+    if on_cpu and recipe.budget.device is not None:
+        yield Problem(
+            "budget.device",
+            "null, when device is cpu",
+            f"{recipe.budget.device} bytes",
+            "a run on the CPU has no device memory",
+            (f"budget.host={recipe.budget.device}", "device=cuda"),
+        )
+    if not on_cpu and recipe.device != "cuda":
+        try:
+            resolve_gpu(recipe.device)
+        except SkimpError as error:
+            yield Problem(
+                "device", "cpu, cuda, or a card", f"'{recipe.device}'", error.why, tuple(error.instead)
+            )
+
+
+def _pinned(recipe: Recipe) -> Iterator[Problem]:
+    rows = recipe.rows_per_step
+    micro = recipe.exact.micro_batch
+    if micro is not None and rows and micro > rows:
+        yield Problem(
+            "exact.micro_batch",
+            f"at most {rows} rows",
+            f"{micro}",
+            f"a step has train.batch_tokens {recipe.train.batch_tokens} / data.seq_len "
+            f"{recipe.data.seq_len} = {rows} rows",
+            (f"exact.micro_batch={rows}", f"train.batch_tokens={micro * recipe.data.seq_len}"),
+        )
+
+
+def _method(recipe: Recipe) -> Iterator[Problem]:
+    name = recipe.optimizer.name
+    try:
+        facts(name, "update rule")
+    except SkimpError as error:
+        yield Problem("optimizer.name", "an update rule", f"'{name}'", "", tuple(error.instead))

@@ -1,0 +1,95 @@
+"""`budget:` and `exact:` — what the run may use, and which exact techniques are pinned, not planned."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchema
+from pydantic_core import CoreSchema, PydanticCustomError
+
+from skimp.core.errors import did_you_mean
+from skimp.recipe.fields import Flag, Section, Size, Whole, refuse, whole
+
+
+class Budget(Section):
+    """Most bytes in each place. `budget: 2GB` is short for the place the run computes in; null means all
+    there is.
+
+    On a CPU the host figure is for the whole process, the interpreter and its libraries included.
+    """
+
+    device: Size | None = Field(
+        default=None, description="Memory of each accelerator; null takes what is free on it."
+    )
+    host: Size | None = Field(
+        default=None, description="Main memory of the process; null takes what is available."
+    )
+    disk: Size | None = Field(
+        default=None, description="Disk for checkpoints and offloaded tensors; null takes what is free."
+    )
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        section = handler.resolve_ref_schema(handler(schema))
+        keep: dict[str, Any] = {key: section[key] for key in ("title", "description") if key in section}
+        return {**keep, "anyOf": [{"type": ["string", "integer"]}, section]}
+
+
+def _recompute(value: Any) -> Any:
+    """none | all | how many blocks | which blocks; None leaves it to the planner."""
+    expected = "none, all, a number of blocks, or a list of block indices"
+    if value is None or value in ("none", "all"):
+        return value
+    if isinstance(value, (list, tuple)):
+        try:
+            blocks = [whole(v) for v in value]
+        except PydanticCustomError:
+            raise refuse(expected, "write recompute: [0, 1, 5]") from None
+        if any(b is None or b < 0 for b in blocks):
+            raise refuse(expected, "block indices start at 0")
+        return tuple(sorted(set(blocks)))
+    try:
+        count = whole(value)
+    except PydanticCustomError:
+        near = did_you_mean(value, ("none", "all")) if isinstance(value, str) else "write recompute: all"
+        raise refuse(expected, near) from None
+    if count < 0:
+        raise refuse(expected, "write 0 or none to keep every activation")
+    return count
+
+
+Recompute = Annotated[
+    Literal["none", "all"] | int | tuple[int, ...] | None,
+    BeforeValidator(_recompute),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": ["none", "all", None]},
+                {"type": "integer", "minimum": 0},
+                {"type": "array", "items": {"type": "integer", "minimum": 0}},
+            ]
+        }
+    ),
+]
+
+
+class Exact(Section):
+    """Techniques that leave the mathematics alone. null lets the planner choose; a value pins it."""
+
+    micro_batch: Whole | None = Field(
+        default=None, ge=1, description="Rows that go through the model at once."
+    )
+    recompute: Recompute = Field(
+        default=None,
+        description="Blocks whose activations are re-made in backward: none, all, a count, or a list of "
+        "indices.",
+    )
+    loss_chunk: Whole | None = Field(
+        default=None, ge=1, description="Rows of the logits that exist at once in the loss head."
+    )
+    in_backward: Flag | None = Field(
+        default=None,
+        description="Step each parameter as soon as its gradient is final, and free the gradient.",
+    )

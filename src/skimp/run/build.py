@@ -1,0 +1,210 @@
+"""`build`: a recipe and its exact choices become a `Run`, on real tensors or on simulated ones.
+
+The order is always the same: structure, load, recompute, optimizer, gradient delivery. Nothing below
+this function knows whether a step is being simulated or executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from skimp.activations.recompute import Recompute
+from skimp.core.batch import Batch
+from skimp.core.errors import ConflictError, ModelError
+from skimp.core.exact import ExactChoices
+from skimp.core.gradients import AfterBackward, Delivery, InBackward
+from skimp.core.memory.tracker import at, current
+from skimp.core.registry import load
+from skimp.core.structure import Structure, read_structure, trainable
+from skimp.optim.groups import decay_groups
+from skimp.run.head import Head
+from skimp.run.skeleton import materialise, simulate_tensors, skeleton
+from skimp.steps.first_order import FirstOrder, StepResult
+
+DTYPES = {"fp32": torch.float32, "bf16-mixed": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Run:
+    """A built run: one policy model, its optimizer and how gradients reach it.
+
+    Attributes:
+        recipe: what was asked.
+        exact: what the planner chose.
+        model: the policy; its blocks may be wrapped.
+        structure: its roles.
+        head: hidden states -> loss.
+        optimizer: the update rule.
+        delivery: after or in backward.
+        stepper: the step.
+        recompute: the wrapped blocks, None without.
+    """
+
+    recipe: Any
+    exact: ExactChoices
+    model: nn.Module
+    structure: Structure
+    head: Head
+    optimizer: Any
+    delivery: Delivery
+    stepper: FirstOrder
+    recompute: Recompute | None
+
+    def step(self, batch: Batch) -> StepResult:
+        """One optimizer step over a whole step's rows, cut into micro-batches."""
+        return self.stepper.step(batch.split(self.exact.micro_rows))
+
+    def set_lr(self, lr: float) -> None:
+        """Set every group's learning rate for the coming step."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def evaluate(self, batches: Iterable[Batch]) -> tuple[float, float, int]:
+        """Mean loss, token accuracy and the number of tokens; one micro-batch of logit chunks at a time."""
+        return self.head.evaluate(batches)
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Named parameters of the policy, tied ones once."""
+        return iter(self.model.named_parameters())
+
+    def close(self) -> None:
+        """Remove hooks and wrappers; the model is plain again."""
+        self.delivery.close()
+        self.head.close()
+        if self.recompute is not None:
+            self.recompute.remove()
+
+
+def build(
+    recipe: Any,
+    exact: ExactChoices,
+    config: dict[str, Any],
+    *,
+    simulate: FakeTensorMode | None = None,
+    fill: Callable[[nn.Module], None] | None = None,
+) -> Run:
+    """Build the run.
+
+    Args:
+        recipe: a `Recipe`.
+        exact: the exact choices.
+        config: content of the model's HF `config.json`.
+        simulate: build on simulated tensors of this mode; weights are never created.
+        fill: puts weights into the materialised model (needed without `simulate`).
+
+    Raises:
+        ModelError: the architecture is unknown, or the sequence is beyond the model's positions.
+        ConflictError: exact choices that contradict each other; before any weight is loaded.
+    """
+    dtype = DTYPES[recipe.precision]
+    check_exact(exact, recipe)
+    model = skeleton(config, dtype)
+    structure = read_structure(model)
+    check_positions(recipe, structure)
+    check_blocks(exact, structure)
+    if simulate is not None:
+        simulate_tensors(model, dtype, simulate)
+    else:
+        if fill is None:
+            raise ModelError("a run on real tensors", "no weights to fill it", instead="pass fill=...")
+        materialise(model, dtype, lambda shape, kind: torch.empty(shape, dtype=kind))
+        fill(model)
+    mode = simulate if simulate is not None else _Nothing()
+    with mode:
+        return _assemble(recipe, exact, model, structure)
+
+
+def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Structure) -> Run:
+    recompute = Recompute(model, [structure.blocks[i] for i in exact.recompute]) if exact.recompute else None
+    _name_blocks(model, structure)
+    named = list(trainable(model))
+    optimizer = make_optimizer(recipe, named)
+    weights = {f"{structure.head}.weight", f"{structure.embedding}.weight"} if structure.tied else {
+        f"{structure.head}.weight"
+    }
+    sinks = [name for name, _ in named if name in weights]
+    delivery_class = InBackward if exact.in_backward else AfterBackward
+    delivery = delivery_class(named, optimizer, recipe.train.clip, sinks)
+    sink_name = sinks[0] if sinks else None
+    head = Head(
+        model, structure, chunk=exact.loss_chunk, autocast=recipe.precision == "bf16-mixed",
+        label_smoothing=recipe.train.loss.label_smoothing, z_loss=recipe.train.loss.z_loss,
+        sink=(lambda: delivery.sink(sink_name)) if sink_name is not None else None,
+    )
+    return Run(
+        recipe, exact, model, structure, head, optimizer, delivery, FirstOrder(head.loss, delivery), recompute
+    )
+
+
+def make_optimizer(recipe: Any, named: Sequence[tuple[str, nn.Parameter]]) -> Any:
+    """The recipe's update rule over its decay groups."""
+    name = recipe.optimizer.name
+    if recipe.precision == "bf16" and name == "adamw":
+        name = "adamw-bf16"
+    rule = load(name, "update rule")
+    options: dict[str, Any] = {
+        "lr": recipe.train.lr, "betas": tuple(recipe.optimizer.betas), "eps": recipe.optimizer.eps,
+    }
+    if recipe.precision == "bf16":
+        options["seed"] = recipe.train.seed
+    optimizer = rule(decay_groups(named, recipe.train.weight_decay), **options)
+    for _, parameter in named:
+        optimizer.init_state(parameter)
+    return optimizer
+
+
+def check_exact(exact: ExactChoices, recipe: Any) -> None:
+    """In backward needs the whole step as one micro-batch: a gradient still to be added to is not final."""
+    rows = recipe.rows_per_step
+    if exact.in_backward and exact.micro_rows < rows:
+        raise ConflictError(
+            "exact.in_backward=true", f"micro-batches of {exact.micro_rows} of {rows} rows",
+            "the gradient of one micro-batch is not the step's gradient, and it is freed before the next",
+            [f"exact.micro_batch={rows}: all rows at once, activations of {rows} rows",
+             "exact.in_backward=false: gradients are held, 4 bytes a parameter in fp32"],
+        )
+
+
+def check_positions(recipe: Any, structure: Structure) -> None:
+    """The sequence must lie within the positions the model was trained with, unless the recipe says otherwise."""
+    if recipe.data.seq_len > structure.positions and recipe.model.positions != "extend":
+        raise ModelError(
+            f"data.seq_len {recipe.data.seq_len}", f"{structure.positions} positions in the model's config",
+            "beyond them rotary angles were never trained and learned positions do not exist",
+            [f"data.seq_len={structure.positions}", "model.positions=extend, for rotary models, knowingly"],
+        )
+
+
+def check_blocks(exact: ExactChoices, structure: Structure) -> None:
+    """Every block named for recompute must exist."""
+    wrong = [i for i in exact.recompute if i >= len(structure.blocks)]
+    if wrong:
+        raise ModelError(
+            f"exact.recompute of block {wrong[0]}", f"{len(structure.blocks)} blocks, 0 to {len(structure.blocks) - 1}"
+        )
+
+
+def _name_blocks(model: nn.Module, structure: Structure) -> None:
+    """Tell the tracker which block is at work, forward and backward, so that a peak has an address."""
+
+    def after(index: int, output: Any) -> None:
+        hidden = output if isinstance(output, Tensor) else output[0]
+        if current() is not None and hidden.requires_grad:
+            hidden.register_hook(lambda _: at(f"block {index}"))
+
+    for index, name in enumerate(structure.blocks):
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(lambda *_, index=index: at(f"block {index}"))
+        module.register_forward_hook(lambda _m, _i, output, index=index: after(index, output))
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: Any) -> None: ...
