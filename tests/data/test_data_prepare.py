@@ -320,12 +320,18 @@ def test_validation_is_disjoint_deterministic_and_stated(
     assert not train & held
     assert sides(validation=0.2) == (train, held)
     assert sides(validation=0.2, seed=1)[1] != held
-    lengths = sorted(len(d) for d in sides(validation_tokens=50)[1])
-    assert sum(lengths) >= 50 > sum(lengths) - max(lengths)
+    few = sides(validation_tokens=50)[1]  # no more tokens than that, and the next document would be too much
+    assert 50 - 16 < sum(map(len, few)) <= 50
+    assert few < sides(validation=0.2, validation_tokens=10**6)[1] == held
+    assert len(sides(validation=0.2, validation_tokens=1)[1]) == 1
     other = write_jsonl([document(7, 5), document(500, 5)], "other.jsonl")
     report = prepare(TextData(path, seq_len=32, validation=str(other)), tokenizer_folder).report
     assert report.validation.packing.documents_in == 2
     assert "1 of 2 validation documents are also training documents" in report.notes[0]
+    capped = TextData(path, seq_len=32, validation=str(other), validation_tokens=12)
+    report = prepare(capped, tokenizer_folder).report
+    assert report.validation.packing.documents_in == 1
+    assert "1 of 2 documents taken" in report.validation.held_out
     with pytest.raises(DataError, match="nothing would be left"):
         prepare(TextData(path, seq_len=32, validation_tokens=10**6), tokenizer_folder)
 
@@ -440,7 +446,7 @@ def test_store_uses_two_bytes_for_small_vocabularies(tokenizer_folder: Path, wri
         ({"too_long": "spilt"}, "did you mean 'split'"),
         ({"validation": 1.5}, "between 0 and 1"),
         ({"validation": 4096}, "data.validation_tokens=4096"),
-        ({"validation": 0.1, "validation_tokens": 9}, "remove one"),
+        ({"validation_tokens": 0}, "data.validation_tokens"),
         ({"encoding": "utf-9"}, "data.encoding"),
         ({"train": []}, "data.train"),
         ({"streaming": True, "validation": 0.1}, "data.validation=FILE"),

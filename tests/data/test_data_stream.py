@@ -123,7 +123,7 @@ def test_state_of_other_data_is_refused(tokenizer_folder: Path, write_jsonl: Cal
         ({"train": other}, "train was"),
         ({"packing": False}, "packing"),
         ({"too_long": "drop"}, "too_long"),
-        ({"validation": 0.2}, "validation was '0.1' and is '0.2'"),
+        ({"validation": 0.2}, "validation was 0.1 and is 0.2"),
         ({"validation": None, "streaming": True}, "streamed"),
     ):
         stream = prepare(TextData(**{**base, **change}), tokenizer_folder).stream(32)

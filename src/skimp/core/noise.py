@@ -80,7 +80,7 @@ def fill_words_(words: Tensor, scratch: Tensor, key: int, stream: int, first_blo
 
 
 def _chunk_numbers(offset: int, count: int) -> int:
-    """Numbers the reference makes per chunk: whole blocks of 4 that cover [offset, offset + count), at most CHUNK."""
+    """Numbers the reference makes per chunk: whole blocks that cover the range, at most CHUNK."""
     head = offset % 4
     return min(CHUNK, (head + count + 3) // 4 * 4)
 

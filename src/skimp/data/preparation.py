@@ -23,8 +23,15 @@ from skimp.data.fingerprint import (
     source_records,
     tokenizer_fingerprint,
 )
-from skimp.data.prepared import PreparedText, rows_from_store, shared_texts, split_store
-from skimp.data.report import DataReport
+from skimp.data.prepared import (
+    PreparedText,
+    cap_validation,
+    rows_from_store,
+    shared_texts,
+    split_store,
+)
+from skimp.data.report import DataReport, SetReport
+from skimp.data.rows import Rows
 from skimp.data.sources import Source, find_sources
 from skimp.data.store import TokenStore, is_complete
 from skimp.data.streaming import StreamedText
@@ -104,14 +111,19 @@ def _stored_text(data: TextData, stores: dict[str, TokenStore], reused: dict[str
         notes = shared_texts(digests[~mask], digests[mask])
     elif "validation" in stores:
         other = stores["validation"]
-        validation, validation_report = rows_from_store(other, data, "validation", reused["validation"])
+        validation, validation_report = _validation_source(other, data, reused)
         notes = shared_texts(digests, other.column("digests"))
     identity = {**_identity(data), "train": store.meta["key"]}
     if data.held_out:
-        identity["validation"] = str(data.validation or f"{data.validation_tokens} tokens")
+        identity["validation"], identity["validation_tokens"] = data.validation, data.validation_tokens
     return PreparedText(
         data, train, validation, _report(store, train_report, validation_report, notes), identity
     )
+
+
+def _validation_source(store: TokenStore, data: TextData, reused: dict[str, bool]) -> tuple[Rows, SetReport]:
+    chosen, words = cap_validation(store, data)
+    return rows_from_store(store, data, "validation", reused["validation"], chosen, words)
 
 
 def _streaming(
@@ -126,7 +138,7 @@ def _streaming(
 ) -> PreparedText:
     validation, validation_report = None, None
     if store is not None:
-        validation, validation_report = rows_from_store(store, data, "validation", reused["validation"])
+        validation, validation_report = _validation_source(store, data, reused)
     files = [f for source in train for f in source.files]
     source_of = [i for i, source in enumerate(train) for _ in source.files]
     ends = [[f.kind, f.path if f.kind == "hub" else _glimpse(f.path)] for f in files]

@@ -12,7 +12,7 @@ from skimp.core.errors import DataError
 from skimp.data.packing import PackingCounts, lay_rows
 from skimp.data.report import DataReport, SetReport, rule_in_words
 from skimp.data.rows import Rows
-from skimp.data.split import hold_out
+from skimp.data.split import first_by_hash, hold_out
 from skimp.data.store import TokenStore
 from skimp.data.stream import TokenStream, rows_of
 from skimp.data.streaming import StreamedText
@@ -107,6 +107,20 @@ def split_store(store: TokenStore, data: TextData) -> tuple[np.ndarray, str, str
         f"{int(mask.sum())} of {store.documents} documents held out by hash of (seed {data.seed}, document)"
     )
     return mask, f"after {taken}", taken
+
+
+def cap_validation(store: TokenStore, data: TextData) -> tuple[np.ndarray | None, str]:
+    """The documents of a validation source that `validation_tokens` leaves: (bool mask or None for all, in
+    words).
+    """
+    if data.validation_tokens is None:
+        return None, ""
+    mask = np.zeros(store.documents, bool)
+    mask[first_by_hash(np.diff(store.column("documents")), data.seed, None, data.validation_tokens)] = True
+    if mask.all():
+        return None, ""
+    words = f"{int(mask.sum())} of {store.documents} documents taken by hash of (seed {data.seed}, document)"
+    return mask, f"{words}: at most {data.validation_tokens} tokens asked for"
 
 
 def shared_texts(train: np.ndarray, validation: np.ndarray) -> list[str]:

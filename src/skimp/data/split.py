@@ -24,32 +24,38 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return np.asarray(x ^ (x >> np.uint64(31)))
 
 
-def hold_out(
-    lengths: np.ndarray, seed: int, fraction: float | None = None, tokens: int | None = None
-) -> np.ndarray:
-    """(documents,) bool, True where a document is for validation.
+def first_by_hash(lengths: np.ndarray, seed: int, fraction: float | None, tokens: int | None) -> np.ndarray:
+    """(chosen,) int64, documents in hashed order: `fraction` of them (None: all), rounded, but no more than
+    hold `tokens` tokens (None: any number); one at least."""
+    order = np.argsort(hash_documents(len(lengths), seed), kind="stable")
+    number = len(lengths) if fraction is None else round(fraction * len(lengths))
+    if tokens is not None:
+        number = min(number, int(np.searchsorted(np.cumsum(lengths[order]), tokens, side="right")))
+    return order[: max(1, number)]
+
+
+def hold_out(lengths: np.ndarray, seed: int, fraction: float | None, tokens: int | None) -> np.ndarray:
+    """(documents,) bool, True where a document is for validation and not for training.
 
     Args:
         lengths: (documents,) tokens of each.
-        fraction: of the documents, rounded, at least one.
-        tokens: take documents in hashed order until they have at least this many.
+        seed: of the hash.
+        fraction: of the documents, or None.
+        tokens: hold out no more than this, or None.
 
     Raises:
-        DataError: nothing would be left on one of the two sides.
+        DataError: nothing would be left to train on.
     """
-    order = np.argsort(hash_documents(len(lengths), seed), kind="stable")
-    if fraction is not None:
-        number, asked = max(1, round(fraction * len(lengths))), f"data.validation={fraction}"
-    else:
-        number = int(np.searchsorted(np.cumsum(lengths[order]), tokens or 0)) + 1
-        asked = f"data.validation_tokens={tokens}"
-    if number >= len(lengths):
+    chosen = first_by_hash(lengths, seed, fraction, tokens)
+    if len(chosen) >= len(lengths):
+        asked = [f"data.validation={fraction}"] if fraction is not None else []
+        asked += [f"data.validation_tokens={tokens}"] if tokens is not None else []
         raise DataError(
-            f"{asked}: validation documents held out of the training text",
+            f"{', '.join(asked)}: validation documents held out of the training text",
             f"{len(lengths)} documents with {int(lengths.sum())} tokens in all",
             "nothing would be left to train on",
             ["hold out less", "name a validation source of its own", "cut the text into more documents"],
         )
     mask = np.zeros(len(lengths), bool)
-    mask[order[:number]] = True
+    mask[chosen] = True
     return mask

@@ -24,8 +24,8 @@ class TextData:
         seq_len: tokens in a row, at least 2.
         validation: a source like `train`; or a fraction between 0 and 1 of the training documents, chosen by
             a hash of (seed, document); or None.
-        validation_tokens: hold out documents, in the same hashed order, until they have this many tokens.
-            Goes with `validation: null` only.
+        validation_tokens: at most so many validation tokens (but one document at least), taken in the same
+            hashed order: of the fraction, of the validation source, or, alone, of the training documents.
         packing: rows filled with several documents (True) or one document, or piece of one, per row (False).
         too_long: what happens to a document longer than a row. `split` (raw text): documents are laid end to
             end and cut where a row is full, nothing is lost. `truncate`: only its first `seq_len` tokens are
@@ -87,23 +87,17 @@ class TextData:
                 "data.streaming: true with validation documents held out of the training text",
                 "no end of the stream is known before it has been read",
                 "which documents a fraction or a count takes is settled over all of them",
-                ["data.validation=FILE, a source of its own", "data.streaming=false"],
+                ["data.validation=FILE, a source of its own, or null for none", "data.streaming=false"],
             )
-        if self.validation_tokens is None:
-            return
-        _whole("data.validation_tokens", self.validation_tokens, 1)
-        if self.validation is not None:
-            raise RecipeError(
-                "data.validation_tokens: how much of the training text to hold out",
-                f"data.validation is {self.validation!r} as well",
-                "both say what the validation set is",
-                "remove one of the two",
-            )
+        if self.validation_tokens is not None:
+            _whole("data.validation_tokens", self.validation_tokens, 1)
 
     @property
     def held_out(self) -> bool:
         """Whether validation documents are taken out of the training sources."""
-        return self.validation_tokens is not None or isinstance(self.validation, float)
+        if self.validation is None:
+            return self.validation_tokens is not None
+        return isinstance(self.validation, float)
 
     def sources(self, which: Literal["train", "validation"]) -> list[str]:
         """The source names of one set; empty when it has none of its own."""

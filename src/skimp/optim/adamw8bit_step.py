@@ -76,7 +76,7 @@ def adamw8bit(
         decode_chunk(flat_v[here], v_absmax[maxima], b.v[:size], unsigned, coder)
         adamw_chunk_(b, size, scalars)
         encode_chunk(b.m[:size], flat_m[here], m_absmax[maxima], signed, True, coder)
-        encode_chunk(b.v[:size], flat_v[here], v_absmax[maxima], unsigned, False, coder)
+        encode_chunk(b.v[:size], flat_v[here], v_absmax[maxima], unsigned, True, coder)
         if noise is not None:
             noise.draw(2 * step, start)
             round_bits_(b.p[:n], noise.high(n))

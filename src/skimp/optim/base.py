@@ -35,7 +35,7 @@ class Row:
 
 
 def state_key(parameter: str, key: str) -> str:
-    """The flat name of a state entry in a checkpoint: "layers.0.up.weight" and "m" → "layers.0.up.weight.m"."""
+    """The flat name of a state entry in a checkpoint: "layers.0.weight" and "m" → "layers.0.weight.m"."""
     return f"{parameter}.{key}"
 
 

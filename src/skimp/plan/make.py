@@ -49,6 +49,7 @@ def make_plan(
         why=tuple(_reasons(search, profile.exact, where)), alternatives=tuple(alternatives), disk_bytes=disk,
         model=label or str(config.get("model_type")), blocks=blocks, rows=recipe.rows_per_step,
         notes=tuple(_notes(recipe, config, where, search)), rates=rates.source,
+        tokens=recipe.train.batch_tokens,
     )
 
 

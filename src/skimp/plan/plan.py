@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from skimp.core.exact import ExactChoices
@@ -59,7 +59,7 @@ class Plan:
     rows: int
     notes: tuple[str, ...] = ()
     rates: str = ""
-    missing: tuple[str, ...] = field(default=())
+    tokens: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """The stable JSON of `skimp plan --json`."""

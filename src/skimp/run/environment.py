@@ -23,7 +23,7 @@ def environment() -> dict[str, Any]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
-    found["torch"] = torch.__version__  # with the build, +cpu or +cu130: metadata leaves it out
+    found["torch"] = str(torch.__version__)  # with the build, +cpu or +cu130: metadata leaves it out
     found["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
     found["threads"] = torch.get_num_threads()
     found["mkl_cbwr"] = os.environ.get("MKL_CBWR", "")

@@ -33,7 +33,7 @@ FLAGS = (
 
 
 def stamp() -> str:
-    """Hash of source, flags and CPU: `-march=native` code must not be loaded on another CPU, where it may not run."""
+    """Hash of source, flags and CPU: `-march=native` code may not run on another CPU."""
     text = "\n".join(
         [SOURCE.read_text(encoding="utf-8"), " ".join(FLAGS), platform.machine(), _cpu_features()]
     )

@@ -101,7 +101,7 @@ def why() -> str:
 
 
 def load() -> bool:
-    """Attach the native forms to their operators (see `skimp.core.forms`); idempotent. Returns `available()`."""
+    """Attach the native forms to their operators (`skimp.core.forms`); idempotent. Returns `available()`."""
     if not available():
         return False
     attach("philox", philox)

@@ -356,7 +356,7 @@ static void adamw8bit_work(const void *raw, int64_t first, int64_t last)
         decode_block(job->unsigned_map, v_codes + at, job->v_absmax[b], n, v);
         adamw_block(&job->scalars, p, g, m, v);
         job->m_absmax[b] = encode_block(job->signed_map, m, 1, m_codes + at, n);
-        job->v_absmax[b] = encode_block(job->unsigned_map, v, 0, v_codes + at, n);
+        job->v_absmax[b] = encode_block(job->unsigned_map, v, 1, v_codes + at, n);
         if (job->p_bf16) {
             philox_256(job->key, 2 * job->step, at / 4, noise);
             for (int i = 0; i < BLOCK; i++) noise[i] >>= 16;

@@ -1,0 +1,42 @@
+"""The `skimp` command: one verb a file, imported only when it is called, so that `--help` answers at once.
+
+Exit codes: 0 done or fits, 2 bad input, 3 does not fit, 130 after Ctrl-C, 143 after SIGTERM.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from skimp.cli import methods, plan, schema, train
+
+app = typer.Typer(
+    name="skimp", no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False,
+    help="Plan, train and hand over large language models on machines that are too small.",
+)
+app.command("plan")(plan.command)
+app.command("train")(train.command)
+app.command("methods")(methods.command)
+app.command("schema")(schema.command)
+
+
+def main() -> None:
+    """Run the command line; a `SkimpError` is printed without a traceback and becomes its exit code."""
+    from skimp.core.errors import SkimpError
+
+    # The file decides, not the width of a pipe: transformers' notes about configs are not for this screen.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        app()
+    except SkimpError as error:
+        print(f"skimp: {error.message()}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Draw a plan for a terminal: bars of bytes by category against the budget, the choice, the reasons, the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from skimp.core.units import format_bytes, format_seconds
+
+COLOURS = {
+    "weights": "blue", "gradients": "magenta", "optimizer": "cyan", "activations": "green", "logits": "yellow",
+    "workspace": "bright_black", "batch": "bright_black", "baseline": "white", "allocator": "bright_black",
+}
+WIDTH = 40
+
+
+def print_plan(plan: Any, console: Console) -> None:
+    """The whole plan."""
+    shares = plan.as_dict()["by_category"]
+    budget = plan.places.device_budget
+    verdict = Text("fits", "bold green") if plan.fits else Text("does not fit", "bold red")
+    what = "whole process" if plan.places.on_cpu else "tensors"
+    console.print(
+        Text.assemble(
+            (plan.model, "bold"), f" · {plan.profile.parameters:,} parameters · {plan.places.device}: ", verdict,
+            f"  {format_bytes(plan.peak_bytes)} of {format_bytes(budget)} ({what})",
+        )
+    )
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    top = max(budget, plan.peak_bytes)
+    for name, size in shares.items():
+        if size > 0:
+            table.add_row(name, format_bytes(size), Text("█" * max(1, round(WIDTH * size / top)), COLOURS.get(name, "")))
+    table.add_row("peak", format_bytes(plan.peak_bytes), _budget_bar(plan.peak_bytes, budget, top), style="bold")
+    console.print(table)
+    console.print(f"at the peak: {plan.profile.peak.where()}")
+    others = {k: v for k, v in plan.profile.phases.items() if k != "train"}
+    console.print("other phases, tensors: " + ", ".join(f"{k} {format_bytes(v)}" for k, v in others.items()))
+    console.print(Text.assemble(("chosen: ", "bold"), plan.exact.describe(plan.blocks, plan.rows)))
+    for reason in plan.why:
+        console.print(f"  · {reason}")
+    console.print(
+        f"predicted: {format_seconds(plan.seconds)} a step, {tokens_per_second(plan)} tokens/s ({plan.rates})"
+    )
+    console.print(f"disk: checkpoints {format_bytes(plan.disk_bytes)} of {format_bytes(plan.places.disk)}")
+    _alternatives(plan, console)
+    for note in plan.notes:
+        console.print(f"note: {note}", style="bright_black")
+
+
+def tokens_per_second(plan: Any) -> str:
+    """The predicted rate; the plan knows its rows and their length through the flops' own batch."""
+    return f"{plan.tokens / plan.seconds:,.0f}"
+
+
+def _budget_bar(peak: int, budget: int, top: int) -> Text:
+    filled = round(WIDTH * peak / top)
+    mark = round(WIDTH * budget / top)
+    bar = Text("█" * min(filled, mark), "green" if peak <= budget else "yellow")
+    bar.append("█" * max(0, filled - mark), "red")
+    bar.append("░" * max(0, mark - filled), "bright_black")
+    bar.append("▏budget", "bold")
+    return bar
+
+
+def _alternatives(plan: Any, console: Console) -> None:
+    if not plan.alternatives:
+        return
+    table = Table(box=None, pad_edge=False, title="what else", title_justify="left", title_style="bold")
+    for column in ("", "peak", "step", "way", "type"):
+        table.add_column(column, overflow="fold", justify="right" if column in ("peak", "step") else "left")
+    for other in plan.alternatives:
+        label = other.label if other.exact else f"[approximate] {other.label}"
+        table.add_row(
+            Text("fits", "green") if other.fits else Text("over", "red"), format_bytes(other.peak_bytes),
+            format_seconds(other.seconds), Text(label), " ".join(other.overrides),
+        )
+    console.print(table)
