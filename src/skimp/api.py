@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skimp.core.errors import DoesNotFit
+from skimp.core.errors import CheckpointError, DoesNotFit
 from skimp.core.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from skimp.plan.plan import Plan
-    from skimp.run.session import Outcome, Voice
+    from skimp.run.session import Outcome
+    from skimp.run.voice import Voice
 
 Source = str | PathLike[str] | Mapping[str, Any]
 
 
 def plan(
-    recipe: Source, *overrides: str, gpu: str | None = None, memory: str | int | None = None,
-    budget: str | int | None = None, offer: bool = True,
+    recipe: Source,
+    *overrides: str,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    budget: str | int | None = None,
+    offer: bool = True,
 ) -> Plan:
     """Will it fit, and how? Simulates the very run that `train` would execute; loads no weights.
 
@@ -49,33 +57,34 @@ def plan_recipe(
 ) -> Plan:
     """`plan` for a recipe and model source that are already resolved."""
     from skimp.core.memory.process import set_malloc_policy
-    from skimp.core.memory.warm import warm_baseline
     from skimp.plan.make import make_plan
 
     if (gpu or recipe.device) == "cpu":
         set_malloc_policy()
-        import skimp.run.session  # noqa: F401  (what training imports belongs to the baseline)
-
-        warm_baseline()
     bytes_ = None if memory is None else parse_bytes(memory, "memory")
     return make_plan(recipe, source.config, gpu=gpu, memory=bytes_, label=source.name, offer=offer)
 
 
 def train(
-    recipe: Source, *overrides: str, budget: str | int | None = None, resume: bool = False, voice: Voice | None = None
+    recipe: Source,
+    *overrides: str,
+    budget: str | int | None = None,
+    resume: bool = False,
+    voice: Voice | None = None,
 ) -> Outcome:
     """Plan, then run exactly that.
 
     Args:
         recipe, overrides, budget: as `plan`.
         resume: go on from the newest complete checkpoint in the recipe's output folder.
-        voice: told of every step; None is silent.
+        voice: told of everything; None is silent.
 
     Returns:
         The outcome; `.summary` is the content of summary.json.
 
     Raises:
-        DoesNotFit: nothing exact fits the budget; names the smallest that does and the nearest approximate ways.
+        DoesNotFit: nothing exact fits the budget; names the smallest that does and the nearest approximate
+            ways.
         SkimpError: bad input, a stop on NaN, a full disk.
     """
     from skimp.recipe import load_recipe
@@ -84,22 +93,81 @@ def train(
     return train_recipe(described, resume=resume, voice=voice)
 
 
-def train_recipe(recipe: Any, *, resume: bool = False, voice: Voice | None = None, told: Any = None) -> Outcome:
-    """`train` for a loaded recipe; `told(plan)` is called between planning and training."""
+def train_recipe(recipe: Any, *, resume: bool = False, voice: Voice | None = None) -> Outcome:
+    """`train` for a loaded recipe.
+
+    The order is the order of cost: what the recipe alone shows to be wrong, then the folder, then the text,
+    then the plan (seconds), then the weights. A refusal leaves the folder as it was.
+    """
     from skimp.recipe import check_model, fetch_model, fingerprint, resolve_model
     from skimp.recipe.resume import MAY_CHANGE
+    from skimp.run.prepare import prepare_text
+    from skimp.run.session import already_finished, claimed
     from skimp.run.session import train as run_session
+    from skimp.run.voice import Voice
 
+    voice = voice or Voice()
+    if resume:
+        for sentence in changed_since(recipe):
+            voice.say(sentence)
     source = resolve_model(recipe.model)
     check_model(recipe, source)
     check_device(recipe)
-    found = plan_recipe(recipe, source)
-    if told is not None:
-        told(found)
-    refuse_unless_fits(found)
-    return run_session(
-        recipe, found, fetch_model(source), fingerprint(recipe), resume=resume, voice=voice, may_change=MAY_CHANGE
-    )
+    tokenizer: Any = fetch_model(_without_download(source, resume)).tokenizer
+    with claimed(recipe, fingerprint(recipe), resume, MAY_CHANGE) as folder:
+        text = prepare_text(recipe, source.config, tokenizer, voice)
+        if resume and (done := already_finished(folder, recipe, text)) is not None:
+            voice.say(
+                f"nothing to do: {done.folder} {done.stopped} at step {done.summary['steps']}; "
+                "to go on, raise train.steps"
+            )
+            return done
+        found = plan_recipe(recipe, source)
+        voice.planned(found)
+        refuse_unless_fits(found)
+        here = source if resume else fetch_model(source)
+        return run_session(recipe, found, here, text, folder, resume=resume, voice=voice)
+
+
+def _without_download(source: Any, resume: bool) -> Any:
+    """The source to get a tokenizer alone from, where weights are still on the Hub or not needed."""
+    to_come = source.weights is None and source.hub is not None and source.tokenizer_hub is not None
+    return replace(source, init="scratch") if resume or to_come else source
+
+
+def changed_since(recipe: Any) -> list[str]:
+    """What changed between the recipe a run was started with and this one: one sentence a key.
+
+    Raises:
+        CheckpointError: a key changed that makes it another run, or the stored recipe cannot be read.
+    """
+    from skimp.recipe import may_change_on_resume
+
+    stored = Path(recipe.output) / "recipe.json"
+    return may_change_on_resume(stored_recipe(stored), recipe) if stored.is_file() else []
+
+
+def stored_recipe(stored: Path, *overrides: str) -> Any:
+    """The recipe a run was started with.
+
+    Raises:
+        CheckpointError: recipe.json is damaged.
+        RecipeError: an override is wrong.
+    """
+    from skimp.recipe import load_recipe
+
+    try:
+        values = json.loads(stored.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError("it is no object")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"the recipe of the run in {stored.parent}",
+            f"{stored.name}: {error}",
+            "it is damaged",
+            f"skimp train RECIPE.yaml --resume output={stored.parent}",
+        ) from error
+    return load_recipe(values, overrides)
 
 
 def check_device(recipe: Any) -> None:
@@ -108,26 +176,43 @@ def check_device(recipe: Any) -> None:
 
     if recipe.device != "cpu":
         raise RecipeError(
-            f"skimp train on device '{recipe.device}'", "this version trains on the CPU only",
+            f"training on device '{recipe.device}'",
+            "this version trains on the CPU only",
             "its kernels and memory rules are proved there; for cards it plans",
             ["device=cpu", f"skimp plan RECIPE --gpu {recipe.device}"],
         )
 
 
 def refuse_unless_fits(found: Plan) -> None:
-    """Raise `DoesNotFit` with the smallest exact run and the offers."""
+    """Raise `DoesNotFit` with the smallest exact run and the offers, or for want of disk."""
     if found.fits:
         return
-    over_disk = found.disk_bytes > found.places.disk
+    if found.peak_bytes <= found.places.device_budget:
+        raise DoesNotFit(
+            f"training {found.model} with {format_bytes(found.places.disk)} of disk",
+            f"checkpoints take {format_bytes(found.disk_bytes)}",
+            "the new one is written in full before the oldest is removed",
+            ["checkpoint.keep=1", "checkpoint.every=null: one at the end", "an output on a larger disk"],
+        )
     smallest = min([found.peak_bytes, *(a.peak_bytes for a in found.alternatives if a.exact)])
-    ways = [f"budget of {format_bytes(smallest)}: the smallest exact run ({found.exact.describe(found.blocks, found.rows)})"]
+    ways = [
+        f"budget={_rounded_up(smallest)}: the smallest exact run takes {format_bytes(smallest)}"
+        f" ({found.exact.describe(found.blocks, found.rows)})"
+    ]
     ways += [
-        f"{' '.join(a.overrides)}: {format_bytes(a.peak_bytes)}{'' if a.fits else ', still too much'}; {a.label}"
-        for a in found.alternatives if not a.exact
+        f"{' '.join(a.overrides)}: {format_bytes(a.peak_bytes)}"
+        f"{'' if a.fits else ', still too much'}; {a.label}"
+        for a in found.alternatives
+        if not a.exact
     ]
     raise DoesNotFit(
         f"training {found.model} within {format_bytes(found.places.device_budget)} on {found.places.device}",
-        f"the smallest exact run takes {format_bytes(smallest)}"
-        + (f"; checkpoints take {format_bytes(found.disk_bytes)} of disk" if over_disk else ""),
-        f"the peak is in {found.profile.peak.where()}", ways,
+        f"the smallest exact run takes {format_bytes(smallest)}",
+        f"the peak is in {found.profile.peak.where()}",
+        ways,
     )
+
+
+def _rounded_up(size: int) -> str:
+    """A budget to type: `size` in whole MB and 5 more, as a baseline measured again is never the same."""
+    return f"{-(-size // 10**6) + 5}MB"

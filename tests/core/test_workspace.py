@@ -1,4 +1,4 @@
-"""Stated workspace = peak of the c10 allocator's own events, to the byte, for every operator in both forms."""
+"""Stated workspace = peak of the c10 allocator's own events, to the byte, in both forms."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 
 import pytest
 import torch
@@ -69,7 +68,7 @@ def test_adamw_is_the_definition_in_float64():
 @FORMS
 @pytest.mark.parametrize("shape", [(4096,), (70, 61), (CHUNK + 1001,)])
 def test_first_8bit_step_is_the_definition(form, shape):
-    """From zero moments nothing has been coded yet, so the first step is AdamW's; then the states are its codes."""
+    """From zero moments nothing was coded yet, so the first step is AdamW's; the states are its codes."""
     start, (grad,) = (
         torch.randn(shape, generator=torch.Generator().manual_seed(1)),
         sample_gradients(shape, 1),
@@ -80,19 +79,22 @@ def test_first_8bit_step_is_the_definition(form, shape):
     q, m, v = adamw_reference(start.double(), grad.double(), zero, zero, 1, **OPTIONS)
     # about eight float32 roundings of numbers up to |p| + lr·1
     torch.testing.assert_close(p.double(), q, rtol=4e-7, atol=1e-8)
-    for key, exact, codec in (("m", m, Dynamic8(True, keep_sign=True)), ("v", v, Dynamic8(False))):
+    for key, exact, codec in (
+        ("m", m, Dynamic8(True, keep_sign=True)),
+        ("v", v, Dynamic8(False, keep_sign=True)),
+    ):
         decoded = codec.decode({"codes": state[key], "absmax": state[f"{key}_absmax"]}, shape, torch.float32)
         limit = state[f"{key}_absmax"].repeat_interleave(256)[: decoded.numel()].view(shape)
         assert ((decoded - exact).abs() <= 0.0142 * limit).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("cls", "dtype"),
+    [(AdamW8bit, torch.float32), (AdamW8bit, torch.bfloat16), (AdamWBF16, torch.bfloat16)],
+)
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("cls", [AdamW8bit, AdamWBF16])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_native_and_reference_are_bit_equal(cls, dtype, grad_dtype, threads):
-    if cls is AdamWBF16 and dtype == torch.float32:
-        pytest.skip("bf16 weights only")
     shape = (CHUNK + 1001,)
     start = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     grads = sample_gradients(shape, 4, grad_dtype)
@@ -195,20 +197,40 @@ def test_rounding_depends_on_seed_name_and_step_only():
         assert not torch.equal(one, other)
 
 
+def test_a_second_moment_never_becomes_zero():
+    """One gradient 10,000 times the others': their v is 1e-8 of the block's, below any code."""
+    grads = sample_gradients((4096,), 1)
+    grads[0] = grads[0].sign() * 1e-3
+    grads[0][::256] = 10.0
+    p, state = trained(AdamW8bit, torch.zeros(4096), [*grads, torch.zeros(4096)], weight_decay=0.0)
+    assert (state["v"] > 0).all()
+    q, _ = trained(AdamW, torch.zeros(4096), [*grads, torch.zeros(4096)], weight_decay=0.0)
+    # the second step is smaller than AdamW's, because v is taken too large; with v = 0 it would be 1e4 · lr
+    assert ((p.abs() <= q.abs() * (1 + 0.01)) & (p.sign() == q.sign())).all()
+
+
 def test_tiny_llama_trains_as_with_float32_states():
-    """Losses of 8-bit and float32 states over 60 steps within 1 % (0.1 % seen); bf16 within 5 %."""
+    """Losses on a stream of noisy repeats: 8-bit states within 0.3 % of float32's, bf16 weights 3 %."""
     config = LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=176,
+        num_hidden_layers=2,
+        num_attention_heads=4,
         num_key_value_heads=2,
-    )  # fmt: skip
-    text = torch.randint(0, 256, (4, 33), generator=torch.Generator().manual_seed(0))
+    )
 
     def losses(cls, dtype=torch.float32):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).to(dtype)
-        optimizer = cls(model.named_parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.1)
+        optimizer = cls(model.named_parameters(), lr=1e-3, weight_decay=0.1)
+        g = torch.Generator().manual_seed(0)
+        pattern = torch.randint(0, 256, (64,), generator=g)
         history = []
         for _ in range(60):
+            text = pattern[(torch.randint(0, 64, (8, 1), generator=g) + torch.arange(33)) % 64]
+            noise = torch.randint(0, 256, text.shape, generator=g)
+            text = torch.where(torch.rand(text.shape, generator=g) < 0.2, noise, text)
             loss = model(input_ids=text, labels=text).loss
             loss.backward()
             optimizer.step()
@@ -217,7 +239,7 @@ def test_tiny_llama_trains_as_with_float32_states():
         return history
 
     exact, coded, low = losses(AdamW), losses(AdamW8bit), losses(AdamWBF16, torch.bfloat16)
-    assert exact[-1] < 0.6 * exact[0]
-    assert max(abs(a - b) / b for a, b in zip(coded, exact, strict=True)) < 0.02
-    assert max(abs(a - b) / b for a, b in zip(low, exact, strict=True)) < 0.10
-    assert not math.isclose(coded[-1], exact[-1], rel_tol=1e-9)
+    assert exact[-1] < 0.7 * exact[0]
+    worst = [max(abs(a - b) / b for a, b in zip(other, exact, strict=True)) for other in (coded, low)]
+    assert 0 < worst[0] < 0.003
+    assert 0 < worst[1] < 0.03

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from skimp.core.errors import CheckpointError, EffectError, SkimpError
 from skimp.core.registry import facts, load
 from skimp.optim import AdamW, AdamW8bit, AdamWBF16, decay_groups
-from skimp.optim.base import state_key
+from skimp.optim.state import state_key
 
 RULES = {
     "adamw": (AdamW, torch.float32, {}),
@@ -132,7 +132,8 @@ def test_a_fake_step_runs_the_same_operators_as_a_real_one(rule):
             self.seen = []
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.seen.append(str(func))
+            if func.namespace != "profiler":
+                self.seen.append(str(func))
             return func(*args, **(kwargs or {}))
 
     def recorded():

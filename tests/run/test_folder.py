@@ -37,14 +37,35 @@ def test_an_empty_folder_and_one_where_a_claim_died_are_claimed(tmp_path: Path) 
 
 
 def test_another_run_is_not_touched(tmp_path: Path) -> None:
-    claim(tmp_path, PRINT, resume=False).close()
+    with claim(tmp_path, PRINT, resume=False) as folder:
+        append_jsonl(folder.metrics, {"step": 1})
     before = listing(tmp_path)
     with pytest.raises(CheckpointError) as caught:
         claim(tmp_path, {"model": "other"}, resume=False)
-    assert "another run's folder: run.json" in str(caught.value)
+    assert "another run's folder: metrics.jsonl, run.json" in str(caught.value)
     assert len(caught.value.instead) == 2
-    assert "--resume" in caught.value.instead[0]
+    assert "no complete checkpoint" in caught.value.instead[0]
     assert listing(tmp_path) == before
+
+
+def test_a_folder_without_a_step_may_be_begun_anew_and_is_released(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    claim(out, PRINT, resume=False).close()  # a process that died while it was planning
+    (out / "checkpoints").mkdir()
+    with claim(out, {"model": "other"}, resume=False) as folder:
+        assert json.loads((out / "run.json").read_text())["fingerprint"] == {"model": "other"}
+        (out / "checkpoints").rmdir()
+        folder.release()
+    assert sorted(listing(out)) == [".lock"]  # it was there before this claim, so the folder stays
+    (out / ".lock").unlink()
+    out.rmdir()
+    with claim(out, PRINT, resume=False) as folder:
+        folder.release()
+    assert not out.exists()
+    with claim(out, PRINT, resume=False) as folder:
+        append_jsonl(folder.metrics, {"step": 1})
+        folder.release()
+    assert sorted(listing(out)) == [".lock", "metrics.jsonl", "run.json"]
 
 
 def test_foreign_files_are_not_touched(tmp_path: Path) -> None:

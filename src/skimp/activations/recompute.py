@@ -9,6 +9,7 @@ Paper: "Training Deep Nets with Sublinear Memory Cost", Chen et al., 2016, arXiv
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from skimp.core.errors import EffectError
+from skimp.core.memory.tracker import numbers_seen
 
 
 class Recompute:
     """Wrap chosen blocks of a model; `remove` restores them.
 
     Only the non-reentrant form is used: it composes with step-in-backward, frozen inputs and saved-tensor hooks.
+    The second run sees the context variables of the first (document boundaries, the target of a simulation).
     Random state is not replayed because nothing in a block draws from the global generator (dropout is off).
 
     Args:
@@ -44,12 +47,16 @@ class Recompute:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self.runs[name] += 1
-            return plain(*args, **kwargs)
+            with numbers_seen():
+                return plain(*args, **kwargs)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not module.training or not _wants_grad(args, module):
                 return plain(*args, **kwargs)
-            return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            # Backward comes when the forward's declarations are gone: without its context variables the second run
+            # would attend across documents.
+            context = copy_context()
+            return checkpoint(context.run, run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
         module.forward = forward  # type: ignore[method-assign]
 

@@ -6,34 +6,46 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from skimp.core.units import format_bytes, format_seconds
 
+WORDS = {
+    "finished": "finished",
+    "early stop": "stopped early, the held-out loss no longer falls,",
+    "SIGINT": "stopped by Ctrl-C at a step boundary",
+    "SIGTERM": "stopped by SIGTERM at a step boundary",
+}
+
 
 def print_closing(outcome: Any, console: Console) -> None:
-    """Print summary.json for a person."""
+    """Print summary.json for a person; after a signal, the command that goes on."""
     s = outcome.summary
-    table = Table(box=None, pad_edge=False, title="planned against measured", title_justify="left", title_style="bold")
-    for column in ("", "planned", "measured", "difference"):
-        table.add_column(column, justify="left" if not column else "right")
-    measured = s["measured_peak_bytes"]
+    console.print()
+    table = Table(box=None, pad_edge=False, title_justify="left", title_style="bold")
+    for column in ("planned against measured", "planned", "measured", "difference"):
+        table.add_column(column, justify="left" if column.startswith("planned ") else "right", no_wrap=True)
+    _bytes(table, "tensors at the peak", s["planned_peak_bytes"], s["measured_peak_bytes"])
+    _bytes(table, "whole process at the peak", s["planned_rss_bytes"], s["rss_peak_bytes"])
+    planned, measured = s["plan"]["predicted_step_seconds"], s["seconds_per_step"]
     if measured:
-        _row(table, "tensors at the peak", s["planned_peak_bytes"], measured)
-    if s["planned_rss_bytes"]:
-        _row(table, "whole process at the peak", s["planned_rss_bytes"], s["rss_peak_bytes"])
-    if s["tokens_per_second"]:
-        planned = s["plan"]["predicted_step_seconds"]
-        real = s["tokens_per_second"]
-        table.add_row("seconds a step", f"{planned:.1f}", f"{s['seconds_per_step']:.1f}",
-                      f"{s['seconds_per_step'] / planned - 1:+.0%}")
-        table.add_row("tokens a second", "", f"{real:.1f}", "")
+        table.add_row("seconds a step", f"{planned:.3g}", f"{measured:.3g}", f"{measured / planned - 1:+.0%}")
+        table.add_row("tokens a second", "", f"{s['tokens_per_second']:,.1f}", "")
     console.print(table)
     if s["loss_first"] is not None:
-        console.print(f"loss {s['loss_first']:.4f} → {s['loss_last']:.4f} over {s['steps']} steps")
-    if s["eval_loss_before"] is not None and s["eval_loss_after"] is not None:
-        console.print(f"held-out loss {s['eval_loss_before']:.4f} → {s['eval_loss_after']:.4f}")
-    console.print(f"{s['stopped']} after {format_seconds(s['wall_seconds'])}; everything is in {outcome.folder}")
+        console.print(f"training loss {s['loss_first']:.4f} → {s['loss_last']:.4f} over {s['steps']} steps")
+    before, after = s["eval_loss_before"], s["eval_loss_after"]
+    if before is not None and after is not None:
+        console.print(f"held-out loss {before:.4f} → {after:.4f}")
+    how = WORDS.get(outcome.stopped, outcome.stopped)
+    end = f"{how} after {format_seconds(s['wall_seconds'])}; everything is in {outcome.folder}"
+    console.print(Text(end), soft_wrap=True)
+    if outcome.stopped in ("SIGINT", "SIGTERM"):
+        console.print(Text(f"continue with:\n  skimp train {outcome.folder} --resume"), soft_wrap=True)
 
 
-def _row(table: Table, name: str, planned: int, measured: int) -> None:
-    table.add_row(name, format_bytes(planned), format_bytes(measured), f"{measured / planned - 1:+.1%}")
+def _bytes(table: Table, name: str, planned: int | None, measured: int | None) -> None:
+    if planned and measured:
+        table.add_row(name, format_bytes(planned), format_bytes(measured), f"{measured / planned - 1:+.1%}")
+    elif planned:
+        table.add_row(name, format_bytes(planned), "not measured", "")

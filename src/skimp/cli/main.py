@@ -13,7 +13,10 @@ import typer
 from skimp.cli import methods, plan, schema, train
 
 app = typer.Typer(
-    name="skimp", no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False,
+    name="skimp",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
     help="Plan, train and hand over large language models on machines that are too small.",
 )
 app.command("plan")(plan.command)
@@ -23,7 +26,10 @@ app.command("schema")(schema.command)
 
 
 def main() -> None:
-    """Run the command line; a `SkimpError` is printed without a traceback and becomes its exit code."""
+    """Run the command line; a `SkimpError` is printed without a traceback and becomes its exit code.
+
+    Any other exception is a bug of skimp's, and keeps its traceback.
+    """
     from skimp.core.errors import SkimpError
 
     # The file decides, not the width of a pipe: transformers' notes about configs are not for this screen.
@@ -34,8 +40,6 @@ def main() -> None:
     except SkimpError as error:
         print(f"skimp: {error.message()}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -11,17 +11,21 @@ import typer
 
 def command(
     recipe: Annotated[str | None, typer.Argument(help="A recipe file; leave out with --model.")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value overrides of any recipe key.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value overrides of any recipe key.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Preset, Hub id, folder, config.json or GGUF.")] = None,
     gpu: Annotated[str | None, typer.Option(help="Plan for this card: 24GB, rtx-4090, …")] = None,
-    memory: Annotated[str | None, typer.Option(help="Most memory on the computing device, such as 10GB.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Most memory on the computing device, such as 10GB.")
+    ] = None,
     seq: Annotated[int | None, typer.Option(help="Sequence length (data.seq_len).")] = None,
     batch: Annotated[int | None, typer.Option(help="Rows in one optimizer step.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="Update rule.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16-mixed or bf16.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Simulate the run and choose the exact techniques that fit. Exit code 0: fits, 3: does not, 2: bad input."""
+    """Simulate the run and choose the exact techniques that fit. Exit code 0: fits, 3: not, 2: bad input."""
     from skimp.api import plan as make
     from skimp.core.errors import RecipeError
     from skimp.core.memory.process import set_malloc_policy
@@ -33,29 +37,39 @@ def command(
         recipe = None
     if (recipe is None) == (model is None):
         raise RecipeError(
-            "skimp plan", "neither a recipe nor --model" if recipe is None else "a recipe and --model",
-            instead=["skimp plan examples/quickstart.yaml", "skimp plan --model llama-3-8b --gpu 24GB --seq 4096"],
+            "skimp plan",
+            "neither a recipe nor --model" if recipe is None else f"a recipe '{recipe}' and --model {model}",
+            instead=[
+                "skimp plan examples/quickstart.yaml",
+                "skimp plan --model llama-3-8b --gpu 24GB --seq 4096",
+            ],
         )
-    source: Any = recipe if recipe is not None else {
-        "model": model, "data": {"train": "pydoc"}, "output": "runs/plan", "train": {"steps": 1},
-    }
+    source: Any = (
+        recipe
+        if recipe is not None
+        else {
+            "model": model,
+            "data": {"train": "pydoc"},
+            "output": "runs/plan",
+            "train": {"steps": 1},
+        }
+    )
     words += short(seq, batch, optimizer, precision, fresh=recipe is None)
     found = make(source, *words, gpu=gpu, memory=memory)
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))
     else:
-        from rich.console import Console
-
+        from skimp.cli.console import console
         from skimp.cli.show import print_plan
 
-        print_plan(found, Console())
+        print_plan(found, console())
     sys.exit(0 if found.fits else 3)
 
 
 def short(
     seq: int | None, batch: int | None, optimizer: str | None, precision: str | None, fresh: bool
 ) -> list[str]:
-    """The common flags as overrides. Without a recipe, one optimizer step is `batch` rows (4 unless given)."""
+    """The common flags as overrides. Without a recipe, an optimizer step is `batch` rows (4 unless given)."""
     words = []
     if seq is not None:
         words.append(f"data.seq_len={seq}")

@@ -1,15 +1,17 @@
-"""The screen of a run: sentences above, one line of progress below with time left and memory now / peak / budget."""
+"""The screen of a run: sentences above, a line of progress below with time left and memory against budget."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
 
-from skimp.core.units import format_bytes
-from skimp.run.loop import Progress as Step
-from skimp.run.session import Voice
+from skimp.cli.show import print_plan
+from skimp.core.units import format_bytes, format_seconds
+from skimp.run.voice import Progress as Step
+from skimp.run.voice import Voice
 
 
 class Screen(Voice):
@@ -18,13 +20,17 @@ class Screen(Voice):
     def __init__(self, console: Console, recipe: Any, quiet: bool) -> None:
         self.console, self.quiet = console, quiet
         budget = recipe.budget.host
-        self.budget = f" / {format_bytes(budget)}" if budget else ""
+        self.budget = f" of {format_bytes(budget)}" if budget else ""
         self.progress = Progress(
-            TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}"),
-            TextColumn("{task.fields[facts]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-            console=console, transient=True, disable=quiet or not console.is_terminal,
+            TextColumn("{task.description} {task.completed}/{task.total}"),
+            BarColumn(bar_width=12),
+            TextColumn("{task.fields[facts]}"),
+            console=console,
+            transient=True,
+            disable=quiet or not console.is_terminal,
         )
         self._task: dict[str, Any] = {}
+        self._rate: float | None = None
 
     def __enter__(self) -> Screen:
         self.progress.start()
@@ -35,23 +41,34 @@ class Screen(Voice):
 
     def say(self, text: str) -> None:
         if not self.quiet:
-            self.progress.print(text) if self.console.is_terminal else print(text, flush=True)
+            self.console.print(Text(text), soft_wrap=True)
+
+    def planned(self, plan: Any) -> None:
+        if not self.quiet:
+            print_plan(plan, self.console)
 
     def reading(self, event: dict[str, Any]) -> None:
-        self._show("tokenising", int(event.get("files_done", 0)), int(event.get("files", 1)),
-                   f"{int(event.get('rows', 0)):,} rows, {int(event.get('tokens', 0)):,} tokens")
+        facts = f"{int(event.get('rows', 0)):,} rows, {int(event.get('tokens', 0)):,} tokens"
+        self._show("tokenising, file", int(event.get("files_done", 0)), int(event.get("files", 1)), facts)
 
     def loading(self, done: int, total: int) -> None:
         self._show("loading weights", done, total, "tensors")
 
     def step(self, progress: Step) -> None:
         facts = (
-            f"loss {progress.loss:.4f} · lr {progress.lr:.2e} · {progress.tokens_per_second:.0f} tok/s · memory "
-            f"{format_bytes(progress.memory)} now, {format_bytes(progress.peak)} peak{self.budget}"
+            f"loss {progress.loss:.4f} · {progress.tokens_per_second:,.0f} tok/s · "
+            f"{self._left(progress)} left · "
+            f"memory {format_bytes(progress.memory)}, peak {format_bytes(progress.peak)}{self.budget}"
         )
-        self._show("training", progress.step, progress.steps, facts)
-        if not self.console.is_terminal and not self.quiet:
-            print(f"step {progress.step}/{progress.steps}  {facts}", flush=True)
+        self._show("step", progress.step, progress.steps, facts)
+        if not self.console.is_terminal:
+            self.say(f"step {progress.step}/{progress.steps}  lr {progress.lr:.2e} · {facts}")
+
+    def _left(self, progress: Step) -> str:
+        """Time left, from a running mean of seconds a step: the first is slow, a shared machine uneven."""
+        now = progress.seconds
+        self._rate = now if self._rate is None else 0.8 * self._rate + 0.2 * now
+        return format_seconds(self._rate * (progress.steps - progress.step))
 
     def _show(self, what: str, done: int, total: int, facts: str) -> None:
         if what not in self._task:

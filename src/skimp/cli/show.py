@@ -1,4 +1,4 @@
-"""Draw a plan for a terminal: bars of bytes by category against the budget, the choice, the reasons, the rest."""
+"""Draw a plan for a terminal: bars of bytes by category against the budget, the choice, its reasons."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ from rich.text import Text
 from skimp.core.units import format_bytes, format_seconds
 
 COLOURS = {
-    "weights": "blue", "gradients": "magenta", "optimizer": "cyan", "activations": "green", "logits": "yellow",
-    "workspace": "bright_black", "batch": "bright_black", "baseline": "white", "allocator": "bright_black",
+    "weights": "blue",
+    "gradients": "magenta",
+    "optimizer": "cyan",
+    "activations": "green",
+    "logits": "yellow",
+    "workspace": "bright_black",
+    "batch": "bright_black",
+    "baseline": "white",
+    "allocator": "bright_black",
 }
 WIDTH = 40
 
@@ -25,7 +32,9 @@ def print_plan(plan: Any, console: Console) -> None:
     what = "whole process" if plan.places.on_cpu else "tensors"
     console.print(
         Text.assemble(
-            (plan.model, "bold"), f" · {plan.profile.parameters:,} parameters · {plan.places.device}: ", verdict,
+            (plan.model, "bold"),
+            f" · {plan.profile.parameters:,} parameters · {plan.places.device}: ",
+            verdict,
             f"  {format_bytes(plan.peak_bytes)} of {format_bytes(budget)} ({what})",
         )
     )
@@ -36,8 +45,12 @@ def print_plan(plan: Any, console: Console) -> None:
     top = max(budget, plan.peak_bytes)
     for name, size in shares.items():
         if size > 0:
-            table.add_row(name, format_bytes(size), Text("█" * max(1, round(WIDTH * size / top)), COLOURS.get(name, "")))
-    table.add_row("peak", format_bytes(plan.peak_bytes), _budget_bar(plan.peak_bytes, budget, top), style="bold")
+            table.add_row(
+                name, format_bytes(size), Text("█" * max(1, round(WIDTH * size / top)), COLOURS.get(name, ""))
+            )
+    table.add_row(
+        "peak", format_bytes(plan.peak_bytes), _budget_bar(plan.peak_bytes, budget, top), style="bold"
+    )
     console.print(table)
     console.print(f"at the peak: {plan.profile.peak.where()}")
     others = {k: v for k, v in plan.profile.phases.items() if k != "train"}
@@ -46,12 +59,17 @@ def print_plan(plan: Any, console: Console) -> None:
     for reason in plan.why:
         console.print(f"  · {reason}")
     console.print(
-        f"predicted: {format_seconds(plan.seconds)} a step, {tokens_per_second(plan)} tokens/s ({plan.rates})"
+        f"predicted: {short(plan.seconds)} a step, {tokens_per_second(plan)} tokens/s ({plan.rates})"
     )
     console.print(f"disk: checkpoints {format_bytes(plan.disk_bytes)} of {format_bytes(plan.places.disk)}")
     _alternatives(plan, console)
     for note in plan.notes:
-        console.print(f"note: {note}", style="bright_black")
+        console.print(f"note: {note}", style="bright_black", markup=False)
+
+
+def short(seconds: float) -> str:
+    """As `format_seconds`, and milliseconds below one second: tiny models step in a few of them."""
+    return format_seconds(seconds) if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def tokens_per_second(plan: Any) -> str:
@@ -70,15 +88,24 @@ def _budget_bar(peak: int, budget: int, top: int) -> Text:
 
 
 def _alternatives(plan: Any, console: Console) -> None:
-    if not plan.alternatives:
-        return
-    table = Table(box=None, pad_edge=False, title="what else", title_justify="left", title_style="bold")
-    for column in ("", "peak", "step", "way", "type"):
-        table.add_column(column, overflow="fold", justify="right" if column in ("peak", "step") else "left")
-    for other in plan.alternatives:
-        label = other.label if other.exact else f"[approximate] {other.label}"
-        table.add_row(
-            Text("fits", "green") if other.fits else Text("over", "red"), format_bytes(other.peak_bytes),
-            format_seconds(other.seconds), Text(label), " ".join(other.overrides),
-        )
-    console.print(table)
+    """Other ways, each with what to type under it; exact ones leave the mathematics alone."""
+    for exact, title in (
+        (True, "other exact ways"),
+        (False, "approximate ways: they change the mathematics"),
+    ):
+        ways = [other for other in plan.alternatives if other.exact == exact]
+        if not ways:
+            continue
+        table = Table(box=None, pad_edge=False, show_header=False)
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True, justify="right")
+        table.add_column(no_wrap=True, justify="right")
+        table.add_column()
+        for other in ways:
+            way = Text(other.label)
+            way.append("\n" + " ".join(other.overrides), "bright_black")
+            verdict = Text("fits", "green") if other.fits else Text("over", "red")
+            size, time = format_bytes(other.peak_bytes), f"{short(other.seconds)} a step"
+            table.add_row(verdict, size, time, way)
+        console.print(Text(title, "bold"))
+        console.print(table)

@@ -52,6 +52,11 @@ def target(device: str) -> Iterator[None]:
         _target.reset(token)
 
 
+def target_device() -> str:
+    """The device declared by `target`: "cpu" unless a simulation stands for another."""
+    return _target.get()
+
+
 def register() -> str:
     """Make "skimp" known to transformers as an attention implementation; returns the name. Idempotent."""
     from transformers import AttentionInterface
@@ -88,6 +93,9 @@ def attend(
             "skimp attends by document boundaries and never by a mask tensor",
             "pass boundaries with skimp.core.attention.declared(...) and set attention dropout to 0",
         )
+    if torch.is_autocast_enabled(query.device.type):
+        # Rotary angles are float32, so queries and keys come wider than values: as torch's own attention under autocast.
+        query, key, value = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (query, key, value))
     causal = bool(getattr(module, "is_causal", True)) and query.shape[2] > 1
     documents = _documents.get()
     if documents is not None and query.shape[2] != documents[0][-1]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from skimp.core.errors import ConflictError, NonFiniteError
 from skimp.core.memory.tracker import at, classify, scope
 from skimp.core.read import read
+from skimp.core.repeat import rounds
 
 
 #: Numbers per slice of a half-precision norm: 16 MiB of float32 at a time.
@@ -71,8 +72,11 @@ class Delivery:
             return None
         buffer = self.sinks[name]
         if buffer is None:
+            parameter = self.parameters[name]
+            # Chunks of a bfloat16 head add up in float32: bfloat16 sums lose more with every chunk.
+            wide = torch.promote_types(parameter.dtype, torch.float32)
             with scope("gradients"):
-                buffer = torch.zeros_like(self.parameters[name], requires_grad=False)
+                buffer = torch.zeros(parameter.shape, dtype=wide, device=parameter.device)
             self.sinks[name] = buffer
         return buffer
 
@@ -250,8 +254,12 @@ def _norm(grad: Tensor) -> Tensor:
     """
     if grad.dtype not in (torch.bfloat16, torch.float16):
         return torch.linalg.vector_norm(grad)
-    slices = grad.reshape(-1).split(NORM_SLICE)
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(s, dtype=torch.float32) for s in slices]))
+    flat = grad.reshape(-1)
+    squares = torch.zeros((), dtype=torch.float32, device=grad.device)
+    for start in rounds(range(0, flat.numel(), NORM_SLICE)):
+        part = torch.linalg.vector_norm(flat[start : start + NORM_SLICE], dtype=torch.float32)
+        squares.addcmul_(part, part)
+    return squares.sqrt_()
 
 
 def _finite(value: float) -> bool:

@@ -20,7 +20,7 @@ def read(value: Tensor, expect: float) -> float:
     """
     if is_simulated(value):
         return expect
-    return float(value.detach().item())
+    return float(value.item())
 
 
 def is_simulated(value: Tensor) -> bool:

@@ -1,6 +1,6 @@
-"""Text to ids and back, as a program: `python -m skimp.data.text TOKENIZER`, a JSON request in, a JSON answer out.
+"""Text to ids and back, as a program: `python -m skimp.data.text TOKENIZER`, JSON request in, JSON out.
 
-The training process asks this child for a prompt's ids and for generated text, so that it never loads a tokenizer.
+The training process asks this child for a prompt's ids and for generated text: it never loads a tokenizer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,18 @@ from skimp.core.errors import SkimpError
 
 
 def answer(location: str, request: dict[str, Any]) -> dict[str, Any]:
-    """`{"encode": text}` -> `{"ids": […], "end": id}`; `{"decode": [[ids], …]}` -> `{"texts": […]}`."""
+    """One request.
+
+    Args:
+        location: a model folder, tokenizer.json or GGUF file.
+        request: `{"encode": text}` or `{"decode": [[ids], …]}`.
+
+    Returns:
+        `{"ids": […], "end": id, "size": largest id + 1}`, or `{"texts": […]}`.
+
+    Raises:
+        ModelError: the tokenizer cannot be read.
+    """
     from skimp.data.fingerprint import cache_folder, tokenizer_fingerprint
     from skimp.data.tokenizer import load_tokenizer
 
@@ -28,16 +39,22 @@ def answer(location: str, request: dict[str, Any]) -> dict[str, Any]:
     if "decode" in request:
         return {"texts": [loaded.encode.decode(ids, skip_special_tokens=True) for ids in request["decode"]]}
     ids = loaded.encode.encode(request["encode"], add_special_tokens=True).ids
-    return {"ids": ids, "end": loaded.end}
+    return {"ids": ids, "end": loaded.end, "size": loaded.size}
 
 
 def main() -> int:
-    """Read the request from standard input, print the answer; an error goes to standard error with status 2."""
+    """Read the request from standard input, print the answer, or `{"error": {asked, found, …}}`."""
+    request = json.load(sys.stdin)
+    # Libraries print; what they print must not mix with the answer. Keep the real output, point 1 at 2.
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
     try:
-        print(json.dumps(answer(sys.argv[1], json.load(sys.stdin))))
+        result = answer(sys.argv[1], request)
     except SkimpError as error:
-        print(error.message().replace("\n", "; "), file=sys.stderr)
-        return error.exit_code
+        parts = {"asked": error.asked, "found": error.found, "why": error.why, "instead": error.instead}
+        result = {"error": parts}
+    with out:
+        json.dump(result, out)
     return 0
 
 

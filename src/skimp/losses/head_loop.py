@@ -21,6 +21,7 @@ from torch import Tensor
 
 from skimp.core.errors import DataError
 from skimp.core.memory.tracker import scope
+from skimp.core.repeat import rounds
 from skimp.losses.head_spec import HeadSpec
 
 #: The buffers a memory report calls logits; the others are workspace.
@@ -75,7 +76,7 @@ class HeadLoop:
             correct: (N, 1) int64, written with the index of the largest logit.
         """
         spec = self.spec
-        for start in range(0, spec.tokens, spec.rows):
+        for start in rounds(range(0, spec.tokens, spec.rows)):
             stop = min(start + spec.rows, spec.tokens)
             h = self.hidden[start:stop]
             if "hidden_cast" in self.buf:
@@ -189,7 +190,7 @@ class HeadLoop:
         if not self.spec.grad_detour:
             dw.addmm_(g.t(), h)
             return
-        for start in range(0, dw.shape[0], self.spec.grad_tile):
+        for start in rounds(range(0, dw.shape[0], self.spec.grad_tile)):
             part, columns = dw[start : start + self.spec.grad_tile], g[:, start : start + self.spec.grad_tile]
             work = self.buf["dw"][: part.shape[0]]
             if self.spec.low:

@@ -48,9 +48,19 @@ _HOMES = {
     "UpdateRule": "base",
     "adamw_reference": "adamw",
     "decay_groups": "groups",
+    "state_key": "state",
 }
 
-__all__ = ["FACTS", "AdamW", "AdamW8bit", "AdamWBF16", "UpdateRule", "adamw_reference", "decay_groups"]
+__all__ = [
+    "FACTS",
+    "AdamW",
+    "AdamW8bit",
+    "AdamWBF16",
+    "UpdateRule",
+    "adamw_reference",
+    "decay_groups",
+    "state_key",
+]
 
 if TYPE_CHECKING:
     from skimp.optim.adamw import AdamW, adamw_reference
@@ -58,6 +68,7 @@ if TYPE_CHECKING:
     from skimp.optim.adamw_bf16 import AdamWBF16
     from skimp.optim.base import UpdateRule
     from skimp.optim.groups import decay_groups
+    from skimp.optim.state import state_key
 
 
 def __getattr__(name: str) -> Any:

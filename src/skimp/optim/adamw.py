@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from skimp.core.errors import SkimpError
-from skimp.optim.base import Spec, UpdateRule, check_options, lr_of
+from skimp.optim.base import UpdateRule
+from skimp.optim.options import check_options, lr_of
+from skimp.optim.state import Spec
 
 
 class AdamW(UpdateRule):

@@ -4,10 +4,15 @@ Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021, arXiv 211
 MB of state instead of 1.08 GB. The arithmetic is that of `skimp.optim.adamw_math`; the moments live as codes
 of `skimp.core.codecs.dynamic8` in blocks of 256 and exist in float32 one block at a time.
 
-Differences from bitsandbytes: decay comes before the update, as in PyTorch (its CUDA kernel decays after,
-which differs by terms of lr²·wd); blocks of 256 in every case; a first moment whose code would be 0 keeps its
-sign in both directions (there, only when negative); on the CPU its encoder is approximate, this one takes the
-nearest entry.
+A moment that is not zero is never stored as zero: its code is at least the one next to 0. For m that keeps
+its sign (the sign fix of bitsandbytes, here in both directions). For v it is what makes the rule stable: v
+spans g², so an element with a gradient 2,500 times below its block's largest would get v = 0 and then a step
+of lr·m/eps. Measured on a tiny Llama, 60 steps: losses within 0.03 % of float32 states, without it within 0.6
+%.
+
+Further differences from bitsandbytes: decay comes before the update, as in PyTorch (its CUDA kernel decays
+after, which differs by terms of lr²·wd); blocks of 256 in every case; its CPU encoder is approximate, this
+one takes the nearest entry.
 """
 
 from __future__ import annotations
@@ -19,13 +24,15 @@ import torch
 from torch import Tensor
 
 from skimp.core.codecs.base import count
-from skimp.core.codecs.dynamic8 import BLOCK, padded
+from skimp.core.codecs.dynamic8_chunks import BLOCK, padded
 from skimp.core.errors import SkimpError
 from skimp.core.noise import key64
 from skimp.optim.adamw import fused_adamw_
 from skimp.optim.adamw8bit_step import adamw8bit
 from skimp.optim.adamw_bf16 import check_gradient, rounded_adamw_
-from skimp.optim.base import Spec, UpdateRule, check_options, lr_of
+from skimp.optim.base import UpdateRule
+from skimp.optim.options import check_options, lr_of
+from skimp.optim.state import Spec
 
 #: Tensors with fewer elements keep float32 moments: they are norms and biases, 0.05 % of a model and its most
 #: sensitive part. As in bitsandbytes.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from skimp.core.codecs.bf16 import round_bits_
-from skimp.core.codecs.dynamic8 import BLOCK, Scratch, Tables, decode_chunk, encode_chunk, padded
+from skimp.core.codecs.dynamic8_chunks import BLOCK, Scratch, Tables, decode_chunk, encode_chunk, padded
 from skimp.core.forms import native_form
 from skimp.core.workspace import CAST_SCALAR_BYTES, declare_workspace
 from skimp.kernels.native.library import load

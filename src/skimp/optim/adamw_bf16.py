@@ -19,7 +19,9 @@ from torch import Tensor
 from skimp.core.errors import SkimpError
 from skimp.core.noise import key64
 from skimp.optim.adamw_bf16_step import adamw_bf16
-from skimp.optim.base import Spec, UpdateRule, check_options, lr_of
+from skimp.optim.base import UpdateRule
+from skimp.optim.options import check_options, lr_of
+from skimp.optim.state import Spec
 
 
 class AdamWBF16(UpdateRule):

@@ -16,10 +16,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from skimp.core.errors import CheckpointError, EffectError, SkimpError
-from skimp.core.read import read
-
-Spec = dict[str, tuple[tuple[int, ...], torch.dtype]]
+from skimp.core.errors import SkimpError
+from skimp.optim.effect import assert_effect
+from skimp.optim.options import lr_of
+from skimp.optim.state import Spec, check_saved, entry, state_key, state_nbytes
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,6 @@ class Row:
     lr: float
     weight_decay: float
     state_bytes: int
-
-
-def state_key(parameter: str, key: str) -> str:
-    """The flat name of a state entry in a checkpoint: "layers.0.weight" and "m" → "layers.0.weight.m"."""
-    return f"{parameter}.{key}"
 
 
 class UpdateRule(torch.optim.Optimizer):
@@ -103,7 +98,7 @@ class UpdateRule(torch.optim.Optimizer):
         Raises:
             SkimpError: `p` is not of this optimizer, or there is no gradient.
         """
-        group = self.param_groups[self._place(p)[0]]
+        group = self.group_of(p)
         grad = p.grad if grad is None else grad
         if grad is None:
             raise SkimpError(
@@ -140,7 +135,7 @@ class UpdateRule(torch.optim.Optimizer):
 
     def state_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """Bytes of state of one parameter: exactly what `init_state` allocates."""
-        return sum(_nbytes(size, kind) for size, kind in self.state_spec(shape, dtype).values())
+        return sum(state_nbytes(size, kind) for size, kind in self.state_spec(shape, dtype).values())
 
     def named_state(self) -> Iterator[tuple[str, str, Tensor | int]]:
         """(parameter name, key, tensor or number) of all existing state, in the order of the groups."""
@@ -167,27 +162,11 @@ class UpdateRule(torch.optim.Optimizer):
         for p in self._where:
             name = self.name_of(p)
             keys = ["step", *self.state_spec(p.shape, p.dtype)]
-            self._restore(p, {key: _entry(saved, state_key(name, key), self.rule) for key in keys})
+            self._restore(p, {key: entry(saved, state_key(name, key), self.rule) for key in keys})
 
     def _restore(self, p: Tensor, saved: Mapping[str, Any]) -> None:
-        spec, name = self.state_spec(p.shape, p.dtype), self.name_of(p)
-        if set(saved) != {"step", *spec}:
-            raise CheckpointError(
-                f"state of '{name}' for {self.rule}: {', '.join(['step', *spec])}",
-                ", ".join(map(str, saved)) or "nothing",
-                "it was saved by another rule, or for another shape or dtype",
-                "resume with the rule that saved it, or start with fresh state",
-            )
-        for key, (shape, dtype) in spec.items():
-            value = saved[key]
-            if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.dtype != dtype:
-                found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-                raise CheckpointError(
-                    f"state '{state_key(name, key)}' as {dtype} {shape}",
-                    found,
-                    "a state is never cast: its numbers would change in silence",
-                    "resume with the optimizer options and dtype that saved it",
-                )
+        spec = self.state_spec(p.shape, p.dtype)
+        check_saved(self.rule, self.name_of(p), spec, saved)
         state = self.init_state(p)
         state["step"] = int(saved["step"])
         for key in spec:
@@ -230,6 +209,14 @@ class UpdateRule(torch.optim.Optimizer):
         groups = enumerate(self.param_groups)
         self._where = {p: (i, j) for i, group in groups for j, p in enumerate(group["params"])}
 
+    def parameters(self) -> list[Tensor]:
+        """All parameters, in the order of the groups."""
+        return list(self._where)
+
+    def group_of(self, p: Tensor) -> dict[str, Any]:
+        """The group, hence the options, of one parameter."""
+        return self.param_groups[self._place(p)[0]]
+
     def _place(self, p: Tensor) -> tuple[int, int]:
         if p not in self._where:
             raise SkimpError(
@@ -269,78 +256,5 @@ class UpdateRule(torch.optim.Optimizer):
     # ---- did it do anything
 
     def assert_effect(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-        """Hold the first optimizer step to its promise.
-
-        Args:
-            before, after: the same named parameters (any sample of them) around one step.
-
-        Raises:
-            EffectError: no parameter was updated; a parameter has state of another dtype or shape than
-                promised; or gradients arrived, the learning rate was not zero, and no sampled parameter
-                moved.
-        """
-        updated = [p for p in self._where if self.state.get(p, {}).get("step", 0) > 0]
-        if not updated:
-            raise EffectError(f"'{self.rule}' updates parameters", "no parameter has taken a step")
-        for p in updated:
-            for key, (shape, dtype) in self.state_spec(p.shape, p.dtype).items():
-                held = self.state[p].get(key)
-                if held is None or held.dtype != dtype or tuple(held.shape) != shape:
-                    found = "nothing" if held is None else f"{held.dtype} {tuple(held.shape)}"
-                    raise EffectError(
-                        f"'{self.rule}' keeps {key} of '{self.name_of(p)}' as {dtype} {shape}", found
-                    )
-        due = [self.name_of(p) for p in updated if self.name_of(p) in before and self._should_move(p)]
-        if due and all(torch.equal(before[name], after[name]) for name in due):
-            raise EffectError(
-                f"'{self.rule}' moves parameters",
-                f"{len(due)} with a gradient did not change in any bit: {', '.join(due[:5])}",
-                "the update is below the weights' step, or is written to a copy",
-            )
-
-    def _should_move(self, p: Tensor) -> bool:
-        """A non-zero first moment after the step means that a gradient came."""
-        group = self.param_groups[self._where[p][0]]
-        moment = self.state[p].get("m_absmax", self.state[p].get("m"))
-        return lr_of(group) != 0.0 and moment is not None and read(moment.count_nonzero(), expect=1.0) > 0
-
-
-def lr_of(group: Mapping[str, Any]) -> float:
-    """The learning rate of a group as a number; a tensor (from a scheduler) is read."""
-    lr = group["lr"]
-    return read(lr, expect=1.0) if isinstance(lr, Tensor) else float(lr)
-
-
-def check_options(
-    rule: str, lr: Any, betas: Sequence[float], eps: float, weight_decay: float, eps_min: float
-) -> None:
-    """Refuse options out of range, naming the one.
-
-    Raises:
-        SkimpError: a negative lr, eps or decay, or a beta outside [0, 1).
-    """
-    wrong = [
-        ("lr", lr, "at least 0", not isinstance(lr, Tensor) and lr < 0),
-        ("betas", betas, "two numbers in [0, 1)", len(betas) != 2 or not all(0 <= b < 1 for b in betas)),
-        ("eps", eps, f"at least {eps_min}", eps < eps_min),
-        ("weight_decay", weight_decay, "at least 0", weight_decay < 0),
-    ]
-    for name, value, rule_text, bad in wrong:
-        if bad:
-            raise SkimpError(f"{rule}: {name} {rule_text}", repr(value))
-
-
-def _entry(saved: Mapping[str, Any], key: str, rule: str) -> Any:
-    try:
-        return saved[key]
-    except KeyError as error:
-        raise CheckpointError(
-            f"state '{key}' of {rule}", "not in the checkpoint", instead="resume with the rule that saved it"
-        ) from error
-
-
-def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    n = dtype.itemsize
-    for size in shape:
-        n *= size
-    return n
+        """Hold the first optimizer step to its promise; see `skimp.optim.effect`."""
+        assert_effect(self, before, after)

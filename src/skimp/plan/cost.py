@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from skimp.core.repeat import times
 
 
 @dataclass(frozen=True)
@@ -25,24 +26,27 @@ class Rates:
     source: str
 
 
-class CostMeter(TorchDispatchMode):
-    """Add up seconds of every operator while active."""
+class CostMeter:
+    """Adds up the seconds of every operator it is shown: what a `Tracker` calls as its observer.
+
+    Attributes:
+        on: whether to count; a simulation of several steps counts the last.
+    """
 
     def __init__(self, rates: Rates) -> None:
-        super().__init__()
         self.rates = rates
         self.seconds = 0.0
         self.flops = 0
+        self.on = True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.is_view:
-            return out
+    def __call__(self, func: Any, args: Any, out: Any) -> None:
+        if not self.on or func.is_view:
+            return
         flops = _flops(func._schema.name, args)
         traffic = _bytes(args) + (_bytes(out) if isinstance(out, (tuple, list)) else _bytes((out,)))
-        self.flops += flops
-        self.seconds += max(flops / self.rates.flops, traffic / self.rates.bandwidth)
-        return out
+        often = times()
+        self.flops += often * flops
+        self.seconds += often * max(flops / self.rates.flops, traffic / self.rates.bandwidth)
 
 
 def _bytes(values: Any) -> int:

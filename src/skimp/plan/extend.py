@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from skimp.core.exact import ExactChoices
 from skimp.plan.profile import MemoryProfile
 
 Place = tuple[str, str]
-#: (kept, recomputed) blocks of the three simulations: the corners of a plane, with a first and a last of each kind.
-CORNERS = ((2, 2), (3, 2), (2, 3))
+#: (kept, recomputed) blocks of the three simulations: the corners of a plane. A single block of a kind is its first
+#: and its last.
+CORNERS = ((1, 1), (2, 1), (1, 2))
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,6 @@ class Extension:
 
     moments: Mapping[Place, Plane]
     seconds: Plane
-    evaluate: Plane
 
     def peak(self, kept: int, recomputed: int) -> int:
         """Peak bytes of a model with so many blocks of each kind."""
@@ -47,7 +46,7 @@ class Extension:
             for (_, owner), plane in self.moments.items()
             if not (owner.startswith("kept") and kept == 0) and not (owner.startswith("recomputed") and recomputed == 0)
         )
-        return round(max(max(there), self.evaluate.at(kept, recomputed)))
+        return round(max(there))
 
     def fewest_recomputed(self, blocks: int, budget: int) -> int | None:
         """The smallest number of recomputed blocks that fits, or None when even all of them do not."""
@@ -56,29 +55,34 @@ class Extension:
         return next(n for n in range(blocks + 1) if self.peak(blocks - n, n) <= budget)
 
 
-def extend(simulate: Callable[[int, tuple[int, ...]], MemoryProfile]) -> Extension:
+def extend(simulate: Callable[[int, int], MemoryProfile]) -> Extension:
     """Run the three small simulations and fit the planes.
 
     Args:
-        simulate: (blocks, recomputed block indices) -> profile.
+        simulate: (blocks, how many of them, the first ones, recomputed) -> profile.
     """
     found = []
     for kept, recomputed in CORNERS:
-        profile = simulate(kept + recomputed, tuple(range(recomputed)))
+        profile = simulate(kept + recomputed, recomputed)
         found.append((_moments(profile.places, kept, recomputed), profile))
     shared = set(found[0][0]) & set(found[1][0]) & set(found[2][0])
     moments = {place: _plane([m[place] for m, _ in found]) for place in shared}
     return Extension(
         moments,
         _plane([p.seconds for _, p in found]),
-        _plane([p.phases.get("evaluate", 0) for _, p in found]),
     )
 
 
+def extend_line(one: MemoryProfile, two: MemoryProfile, more: int) -> int:
+    """Peak of 1 + `more` recomputed blocks, from simulations of one and of two (nothing kept)."""
+    first, second = _moments(one.places, 0, 1), _moments(two.places, 0, 2)
+    return max(first[m] + more * (second[m] - first[m]) for m in set(first) & set(second))
+
+
 def _plane(values: list[float]) -> Plane:
-    """Through (2, 2), (3, 2) and (2, 3)."""
+    """Through the three corners."""
     per_kept, per_recomputed = values[1] - values[0], values[2] - values[0]
-    return Plane(values[0] - 2 * per_kept - 2 * per_recomputed, per_kept, per_recomputed)
+    return Plane(values[0] - per_kept - per_recomputed, per_kept, per_recomputed)
 
 
 def _moments(places: Mapping[Place, int], kept: int, recomputed: int) -> dict[Place, int]:
@@ -91,19 +95,18 @@ def _moments(places: Mapping[Place, int], kept: int, recomputed: int) -> dict[Pl
     for (phase, owner), value in places.items():
         index = _block(owner)
         if index is None:
-            name = owner
+            names = [owner]
         elif index < recomputed:
-            name = _rank("recomputed", index, recomputed)
+            names = _ranks("recomputed", index, recomputed)
         else:
-            name = _rank("kept", index - recomputed, kept)
-        if name.endswith("middle"):
-            continue
-        moments[phase, name] = max(value, moments.get((phase, name), 0))
+            names = _ranks("kept", index - recomputed, kept)
+        for name in names:
+            moments[phase, name] = max(value, moments.get((phase, name), 0))
     return moments
 
 
-def _rank(kind: str, index: int, count: int) -> str:
-    return f"{kind} first" if index == 0 else f"{kind} last" if index == count - 1 else f"{kind} middle"
+def _ranks(kind: str, index: int, count: int) -> list[str]:
+    return [f"{kind} {rank}" for rank, at in (("first", 0), ("last", count - 1)) if index == at]
 
 
 def _block(owner: str) -> int | None:
@@ -111,8 +114,3 @@ def _block(owner: str) -> int | None:
     if owner.startswith("block "):
         return int(owner[6:])
     return next((int(part) for part in owner.split(".") if part.isdigit()), None)
-
-
-def choices(row: ExactChoices, recomputed: int) -> ExactChoices:
-    """The lattice row with so many blocks recomputed."""
-    return ExactChoices(row.micro_rows, tuple(range(recomputed)), row.loss_chunk, row.in_backward)

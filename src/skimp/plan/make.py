@@ -32,7 +32,7 @@ def make_plan(
         label: the model's name for people.
         offer: when nothing exact fits, simulate the approximate ways too.
     """
-    where = places(recipe, gpu, memory)
+    where = places(recipe, config, gpu, memory)
     blocks = int(config[layers_of(config)])
     target = "cpu" if where.on_cpu else "cuda"
     rates = _rates(where, recipe.precision)
@@ -94,8 +94,7 @@ def _reasons(search: Search, exact: ExactChoices, where: Places) -> list[str]:
     else:
         reasons.append(f"no recompute: every activation fits in {budget}")
     if exact.micro_rows < search.recipe.rows_per_step and search.recipe.exact.micro_batch is None:
-        larger = min(n for n in range(exact.micro_rows + 1, search.recipe.rows_per_step + 1)
-                     if search.recipe.rows_per_step % n == 0)
+        larger = next(n for n in search.sizes() if n > exact.micro_rows)
         other = search.row(ExactChoices(larger, (), exact.loss_chunk, False))
         more = other.peak(blocks - count, count) - extension.peak(blocks - count, count)
         reasons.append(f"micro-batch of {exact.micro_rows}: {larger} rows would take {format_bytes(more)} more")

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from skimp.core.exact import ExactChoices
 from skimp.plan.cost import Rates
+from skimp.plan.extend import extend_line
 from skimp.plan.places import Places
 from skimp.plan.plan import Alternative
-from skimp.plan.search import Search, pinned_recompute
+from skimp.plan.search import SMALL_CHUNK, Search
 
 #: (what to change, in words with the known effect, as overrides, changes to the recipe)
 WAYS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
@@ -35,21 +35,26 @@ def offers(
         changed = _changed(recipe, change)
         if changed is None:
             continue
-        search = Search(changed, config, blocks, where.tensor_budget(), rates, target)
-        pinned = pinned_recompute(changed, blocks)
-        best = min(
-            (_smallest(search, row, pinned, blocks) for row in search.rows()), key=lambda pair: pair[0]
-        )
+        best = smallest(Search(changed, config, blocks, where.tensor_budget(), rates, target))
         peak = where.resident_peak(best[0]) if where.on_cpu else best[0]
         typed = tuple(o.replace("HALF", str(recipe.data.seq_len // 2)) for o in overrides)
         found.append(Alternative(label, peak, best[1], peak <= where.device_budget, False, typed))
     return sorted(found, key=lambda a: (not a.fits, a.peak_bytes))
 
 
-def _smallest(search: Search, row: ExactChoices, pinned: int | None, blocks: int) -> tuple[int, float]:
-    extension = search.row(row)
-    count = blocks if pinned is None else pinned
-    return extension.peak(blocks - count, count), extension.seconds.at(blocks - count, count)
+def smallest(search: Search) -> tuple[int, float]:
+    """Peak and seconds of the recipe's smallest run: every block recomputed (or as pinned), small chunks, gradients
+    freed in backward unless the recipe pins otherwise. Two depths fix the line."""
+    in_backward = search.recipe.exact.in_backward is not False
+    rows = list(search.rows(SMALL_CHUNK, in_backward)) or list(search.rows(SMALL_CHUNK))
+    pinned = search.pinned_count()
+    kept = 0 if pinned is None else search.blocks - pinned
+    if kept:
+        extension = search.row(rows[0])
+        return extension.peak(kept, search.blocks - kept), extension.seconds.at(kept, search.blocks - kept)
+    one, two = (search.small(rows[0], depth, depth) for depth in (1, 2))
+    more = search.blocks - 1
+    return extend_line(one, two, more), one.seconds + more * (two.seconds - one.seconds)
 
 
 def _changed(recipe: Any, change: dict[str, Any]) -> Any | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from skimp.core.errors import RecipeError
 from skimp.core.memory.process import malloc_policy_is_set, resident
+from skimp.core.memory.warm import warm_baseline
 from skimp.core.units import format_bytes
 
 #: Heap rounding, allocator tables and the parts of libraries that first run with real work: fixed bytes.
@@ -60,11 +61,12 @@ class Places:
         return self.baseline + fixed + int(tracked * (1 + SLACK_SHARE))
 
 
-def places(recipe: Any, gpu: str | None = None, memory: int | None = None) -> Places:
+def places(recipe: Any, config: dict[str, Any], gpu: str | None = None, memory: int | None = None) -> Places:
     """The places of a recipe on this machine, or on the card `gpu`.
 
     Args:
         recipe: its `device` and `budget`.
+        config: the model's, to import what its run imports before the baseline is measured.
         gpu: a card name or size that replaces the recipe's device.
         memory: bytes that replace the recipe's budget on the computing device.
 
@@ -75,7 +77,7 @@ def places(recipe: Any, gpu: str | None = None, memory: int | None = None) -> Pl
 
     here = host_budget()
     disk = recipe.budget.disk or shutil.disk_usage(_existing(Path(recipe.output))).free
-    baseline = resident().now
+    baseline = measure_baseline(recipe, config) if (gpu or recipe.device) == "cpu" else resident().now
     device = gpu or recipe.device
     if device == "cpu":
         asked = memory or recipe.budget.host
@@ -91,6 +93,20 @@ def places(recipe: Any, gpu: str | None = None, memory: int | None = None) -> Pl
     limit = min(usable, memory or recipe.budget.device or usable)
     host = min(recipe.budget.host or here.bytes, here.bytes)
     return Places(cards.card.name, limit, host, disk, baseline, (cards.card.basis, here.why), cards.card)
+
+
+def measure_baseline(recipe: Any, config: dict[str, Any]) -> int:
+    """Resident bytes of this process once it holds everything a session needs but its tensors.
+
+    Imports what training imports, simulates one block (which loads the model's code and the planner's), runs a
+    small real step, gives back what can be given back, and reads the system's figure.
+    """
+    import skimp.run.session  # noqa: F401
+    from skimp.core.exact import ExactChoices
+    from skimp.plan.simulate import simulate
+
+    simulate(recipe, ExactChoices(recipe.rows_per_step), config, steps=1, blocks=1)
+    return warm_baseline()
 
 
 def _existing(path: Path) -> Path:

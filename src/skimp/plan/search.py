@@ -8,16 +8,19 @@ winner is then simulated in full, and the next one tried if the full simulation 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from skimp.core.errors import ConflictError
 from skimp.core.exact import ExactChoices
+from skimp.losses import default_rows
 from skimp.plan.cost import Rates
-from skimp.plan.extend import Extension, choices, extend
+from skimp.plan.extend import Extension, extend
 from skimp.plan.profile import MemoryProfile
 from skimp.plan.simulate import simulate
 
+#: Forwards of a block that a full simulation of one step may take before a second step is left out.
+FULL_BLOCK_RUNS = 40
 #: Rows of logits tried when the head's own rule does not fit.
 SMALL_CHUNK = 64
 
@@ -51,58 +54,85 @@ class Search:
     def row(self, row: ExactChoices) -> Extension:
         """The extension of a lattice row, simulated once."""
         if row not in self._extensions:
-            self._extensions[row] = extend(
-                lambda blocks, recomputed: simulate(
-                    self.recipe, choices(row, 0) if not recomputed else _with(row, recomputed), self.config,
-                    rates=self.rates, target=self.target, steps=1, blocks=blocks, micro_batches=2,
-                )
-            )
+            self._extensions[row] = extend(lambda blocks, recomputed: self.small(row, blocks, recomputed))
         return self._extensions[row]
 
-    def rows(self) -> Iterator[ExactChoices]:
-        """Lattice rows that the recipe's pins allow, largest micro-batch first."""
-        pins = self.recipe.exact
+    def small(self, row: ExactChoices, blocks: int, recomputed: int) -> MemoryProfile:
+        """A simulation of a few blocks, the first `recomputed` of them recomputed."""
+        return simulate(
+            self.recipe, replace(row, recompute=tuple(range(recomputed))), self.config, rates=self.rates,
+            target=self.target, steps=1, blocks=blocks, micro_batches=2, short=True,
+        )
+
+    def sizes(self) -> list[int]:
+        """Micro-batch sizes, smallest first: the pinned one, or the divisors of the step's rows."""
+        pins, rows = self.recipe.exact, self.recipe.rows_per_step
+        if pins.micro_batch:
+            return [min(pins.micro_batch, rows)]
+        return [n for n in range(1, rows + 1) if rows % n == 0]
+
+    def rows(self, chunk: int | None = None, in_backward: bool = False) -> Iterator[ExactChoices]:
+        """Lattice rows that the recipe's pins allow, smallest micro-batch first; in backward takes all rows at once."""
         rows = self.recipe.rows_per_step
-        sizes = [pins.micro_batch] if pins.micro_batch else [n for n in range(rows, 0, -1) if rows % n == 0]
-        if pins.in_backward and min(max(sizes), rows) < rows:
-            raise ConflictError(
-                "exact.in_backward=true", f"exact.micro_batch={pins.micro_batch} of {rows} rows",
-                "the gradient of one micro-batch is not the step's gradient, and it is freed before the next",
-                f"exact.micro_batch={rows}, or exact.in_backward=false",
-            )
-        chunks = [pins.loss_chunk] if pins.loss_chunk else [None, SMALL_CHUNK]
-        for size in sizes:
-            for chunk in chunks:
-                for in_backward in (False, True):
-                    if in_backward and size < rows or pins.in_backward not in (None, in_backward):
-                        continue
-                    yield ExactChoices(min(size, rows), (), chunk, in_backward)
+        chunk = self.recipe.exact.loss_chunk or chunk
+        if not in_backward:
+            yield from (ExactChoices(size, (), chunk, False) for size in self.sizes())
+        elif self.sizes()[-1] == rows:
+            yield ExactChoices(rows, (), chunk, True)
 
     def pinned_count(self) -> int | None:
         """How many blocks the recipe pins for recompute; None leaves it free."""
         return pinned_recompute(self.recipe, self.blocks)
 
     def candidates(self) -> list[Candidate]:
-        """The best of each row: as few recomputed blocks as fit; rows that do not fit at all with all recomputed."""
+        """The best of each row: as few recomputed blocks as fit.
+
+        Tried in order of price, and no further than needed: gradients held; then, with clipping, in backward (two
+        passes: never faster than held); then logits in the smallest chunks. Without clipping in backward costs
+        nothing, so it is tried at once. Larger micro-batches are tried until one does not fit with every block
+        recomputed: memory only grows with the micro-batch.
+        """
+        pinned = self.recipe.exact.in_backward
+        found: list[Candidate] = []
+        for chunk in (None, SMALL_CHUNK):
+            if chunk is not None and not self._smaller_chunks_may_help(found):
+                break
+            if not pinned:
+                found += self._along(self.rows(chunk))
+            free = self.recipe.train.clip is None
+            if pinned or (pinned is None and (free or not any(c.peak <= self.budget for c in found))):
+                found += self._along(self.rows(chunk, in_backward=True))
+        if not found:
+            raise ConflictError(
+                "exact.in_backward=true", f"exact.micro_batch={self.recipe.exact.micro_batch} of "
+                f"{self.recipe.rows_per_step} rows",
+                "the gradient of one micro-batch is not the step's gradient, and it is freed before the next",
+                f"exact.micro_batch={self.recipe.rows_per_step}, or exact.in_backward=false",
+            )
+        return found
+
+    def _smaller_chunks_may_help(self, found: list[Candidate]) -> bool:
+        """Smaller chunks save at most one default chunk of logits; when more is missing they are not simulated."""
+        if self.recipe.exact.loss_chunk or any(c.peak <= self.budget for c in found):
+            return False
+        vocab, hidden = int(self.config["vocab_size"]), int(self.config.get("hidden_size", 0) or self.config["n_embd"])
+        tokens = self.recipe.train.batch_tokens
+        missing = min(c.peak for c in found) - self.budget if found else 0
+        return missing <= 4 * vocab * default_rows(tokens, hidden, vocab)
+
+    def _along(self, rows: Iterator[ExactChoices]) -> list[Candidate]:
         found = []
         pinned = self.pinned_count()
-        small_needed = False
-        for row in self.rows():
-            if row.loss_chunk == SMALL_CHUNK and self.recipe.exact.loss_chunk is None and not small_needed:
-                continue
+        for row in rows:
             extension = self.row(row)
             count = pinned if pinned is not None else extension.fewest_recomputed(self.blocks, self.budget)
-            if count is None:
-                count, small_needed = self.blocks, row.loss_chunk is None
-            elif row.loss_chunk is None:
-                small_needed = False
+            fits = count is not None
+            count = self.blocks if count is None else count
             kept = self.blocks - count
-            factor = self._repeats(row)
-            found.append(
-                Candidate(
-                    self.exact(row, count), extension.peak(kept, count), factor * extension.seconds.at(kept, count)
-                )
-            )
+            seconds = self._repeats(row) * extension.seconds.at(kept, count)
+            found.append(Candidate(self.exact(row, count), extension.peak(kept, count), seconds))
+            if not fits:
+                break
         return found
 
     def exact(self, row: ExactChoices, count: int) -> ExactChoices:
@@ -110,19 +140,23 @@ class Search:
         pins = self.recipe.exact.recompute
         if isinstance(pins, tuple):
             return ExactChoices(row.micro_rows, pins, row.loss_chunk, row.in_backward)
-        return choices(row, count)
+        return replace(row, recompute=tuple(range(count)))
 
     def _repeats(self, row: ExactChoices) -> float:
         """A small simulation runs two micro-batches at most; the step runs them all."""
         micro = -(-self.recipe.rows_per_step // row.micro_rows)
         return micro / min(micro, 2)
 
-    def full(self, exact: ExactChoices) -> MemoryProfile:
-        """The whole model, both steps, three micro-batches at most (the third is like the second)."""
-        profile = simulate(
-            self.recipe, exact, self.config, rates=self.rates, target=self.target, steps=2, micro_batches=2
+    def full(self, exact: ExactChoices, short: bool = False) -> MemoryProfile:
+        """The whole model, two micro-batches at most (the third is like the second)."""
+        micro = min(2, -(-self.recipe.rows_per_step // exact.micro_rows))
+        # Optimizer states exist from the start, so the second step holds what the first held; the contract tables
+        # compare both. For deep models one step with two micro-batches is simulated, to answer in seconds.
+        steps = 2 if self.blocks * micro <= FULL_BLOCK_RUNS else 1
+        return simulate(
+            self.recipe, exact, self.config, rates=self.rates, target=self.target, steps=steps, micro_batches=2,
+            short=short,
         )
-        return profile
 
     def best(self) -> tuple[MemoryProfile, list[Candidate], float]:
         """The fastest candidate that a full simulation confirms; else the smallest one.
@@ -137,11 +171,8 @@ class Search:
             if profile.peak_bytes <= self.budget:
                 return profile, found, candidate.seconds
         smallest = min(found, key=lambda c: c.peak)
-        return self.full(smallest.exact), found, smallest.seconds
-
-
-def _with(row: ExactChoices, recomputed: tuple[int, ...]) -> ExactChoices:
-    return ExactChoices(row.micro_rows, recomputed, row.loss_chunk, row.in_backward)
+        # Nothing fits: this run will not be executed, so its equal rounds need not all be simulated.
+        return self.full(smallest.exact, short=True), found, smallest.seconds
 
 
 def pinned_recompute(recipe: Any, blocks: int) -> int | None:

@@ -6,6 +6,7 @@ No weights, no data, and in memory only the book-keeping: an 80-block model need
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from skimp.core import attention
 from skimp.core.batch import Batch
 from skimp.core.exact import ExactChoices
 from skimp.core.memory.tracker import Tracker, scope
+from skimp.core.repeat import shortened
 from skimp.core.structure import layers_of
 from skimp.plan.cost import CostMeter, Rates
 from skimp.plan.profile import MemoryProfile
@@ -26,7 +28,7 @@ UNKNOWN_RATES = Rates(1e11, 1e10, "unknown device")
 def simulate(
     recipe: Any, exact: ExactChoices, config: dict[str, Any], *, rates: Rates = UNKNOWN_RATES, target: str = "cpu",
     steps: int = 2, blocks: int | None = None, micro_batches: int | None = None, timeline: bool = False,
-    documents: tuple[int, ...] | None = None,
+    documents: tuple[int, ...] | None = None, short: bool = False,
 ) -> MemoryProfile:
     """Peaks and seconds of training with these choices.
 
@@ -38,6 +40,8 @@ def simulate(
         blocks: simulate only so many of the model's blocks (for extension by `plan.extend`).
         micro_batches: simulate at most so many of a step's micro-batches; the third is like the second.
         timeline: record the memory timeline.
+        short: for a search: one round stands for all equal ones in chunk loops, and evaluation, which keeps
+            nothing for backward, is left out.
         documents: boundaries of every row; None takes the costliest packing, one document and one token.
     """
     if blocks is not None:
@@ -48,25 +52,24 @@ def simulate(
                 config[listed] = config[listed][:blocks]
     mode = FakeTensorMode()
     run = build(recipe, exact, config, simulate=mode)
-    tracker = Tracker(timeline=timeline, host_rules=target == "cpu")
     meter = CostMeter(rates)
+    tracker = Tracker(timeline=timeline, host_rules=target == "cpu", observer=meter)
     rows = recipe.rows_per_step
     if micro_batches is not None:
         rows = min(rows, exact.micro_rows * micro_batches)
     batch = _batch(mode, rows, recipe, documents)
-    with attention.target(target), mode, tracker:
+    loops = shortened() if short else contextlib.nullcontext()
+    with attention.target(target), loops, mode, tracker:
         resting = _resting(tracker, run, batch)
         rest = tracker.live
         tracker.reset_peak()
         for index in range(steps):
-            if index == steps - 1:
-                with meter:
-                    run.step(batch)
-            else:
-                run.step(batch)
+            meter.on = index == steps - 1
+            run.step(batch)
+        meter.on = False
         peak, places = tracker.peak, dict(tracker.peaks)
         phases = {"train": peak.total}
-        if recipe.eval is not None:
+        if recipe.eval is not None and not short:
             tracker.reset_peak()
             with scope(phase="evaluate"):
                 run.evaluate([batch.take(0, 1)])

@@ -5,6 +5,8 @@ Silence is the field's worst bug: a run that looks normal while nothing is train
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,18 +16,35 @@ from skimp.run.build import Run
 
 #: Numbers of each parameter that are remembered: small enough to cost nothing, enough to see it move.
 SAMPLE = 64
+#: A bfloat16 step is drawn at random; with so many moves expected, none at all has a chance of e^-30.
+SURELY = 30.0
 
 
 class Effect:
-    """Remembers a little of every parameter before the first step.
+    """Remembers a little of every parameter before the first step, and watches gradients come and go in it.
 
     Args:
         run: before its first step.
     """
 
     def __init__(self, run: Run) -> None:
-        self._before = {name: _sample(p) for name, p in run.delivery.parameters.items()}
+        parameters = run.delivery.parameters
+        self._before = {name: _sample(p) for name, p in parameters.items()}
         self._forwards = run.stepper.forwards
+        self._outlived: list[str] = []
+        # After the delivery's own hooks: what still has a gradient then is held until backward has ended.
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._watch(name))  # type: ignore[no-untyped-call]
+            for name, p in parameters.items()
+            if name not in run.delivery.sinks
+        ]
+
+    def _watch(self, name: str) -> Callable[[Tensor], None]:
+        def arrived(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                self._outlived.append(name)
+
+        return arrived
 
     def check(self, run: Run, lr: float) -> None:
         """Raise `EffectError` for whatever did nothing.
@@ -34,28 +53,91 @@ class Effect:
             run: after its first step.
             lr: the learning rate of that step.
         """
-        if run.recompute is not None:
-            run.recompute.assert_effect(run.stepper.forwards - self._forwards)
+        for hook in self._hooks:
+            hook.remove()
+        forwards = run.stepper.forwards - self._forwards
+        _micro_batches(run, forwards)
+        if run.exact.recompute:
+            _recomputed(run, forwards)
+        if run.exact.in_backward and self._outlived:
+            raise EffectError(
+                "stepping in backward",
+                f"{len(self._outlived)} gradients were held until it had ended, first {self._outlived[0]}",
+                "no memory was saved",
+            )
         held = [n for n, p in run.delivery.parameters.items() if p.grad is not None]
+        held += [n for n, buffer in run.delivery.sinks.items() if buffer is not None]
         if held:
             raise EffectError("gradients freed after the step", f"still held: {', '.join(held[:5])}")
-        parameters = run.delivery.parameters
-        # One Adam step moves a weight by about lr; float32 cannot show less than 6e-8 of it, bfloat16 rounds at random.
-        visible = {n for n, p in parameters.items() if p.dtype == torch.float32 and lr > 2e-7}
-        still = [n for n in self._before if n in visible and not _moved(self._before[n], _sample(parameters[n]))]
+        after = {name: _sample(p) for name, p in run.delivery.parameters.items()}
+        _states(run)
+        run.optimizer.assert_effect(self._before, after)
+        self._moved(run, after, lr)
+        self._before.clear()
+
+    def _moved(self, run: Run, after: dict[str, Tensor], lr: float) -> None:
+        """Most parameters must have moved: the rule's own check is content with one."""
+        what = f"optimizer '{run.recipe.optimizer.name}' moves the parameters"
+        # One Adam step moves a weight by about lr; float32 cannot show less than 6e-8 of a weight near 1.
+        visible = [n for n, p in run.delivery.parameters.items() if p.dtype == torch.float32 and lr > 2e-7]
+        still = [n for n in visible if not _differ(self._before[n], after[n])]
         if visible and len(still) > len(visible) // 2:
             raise EffectError(
-                f"optimizer '{run.recipe.optimizer.name}' moves the parameters",
+                what,
                 f"{len(still)} of {len(visible)} did not move, first {still[0]}",
                 "no gradient reached them, or the update rule skipped them",
                 "check that the model's parameters require gradients",
             )
-        states = sum(1 for p in parameters.values() if run.optimizer.state.get(p))
-        if states < len(parameters):
+        halves = [n for n, p in run.delivery.parameters.items() if p.dtype == torch.bfloat16]
+        expected = sum(_expected_moves(self._before[n], lr) for n in halves)
+        # A tenth: gradients that are zero (tokens not in the batch) or below Adam's eps move nothing.
+        if expected > 10 * SURELY and not any(_differ(self._before[n], after[n]) for n in halves):
             raise EffectError(
-                f"optimizer state for {len(parameters)} parameters", f"{states}", "some were never given to the rule"
+                what,
+                f"none of {len(halves)} bfloat16 parameters moved; about {expected:.0f} numbers should have",
+                "updates below half a unit in the last place are lost without stochastic rounding",
             )
-        self._before.clear()
+
+
+def _micro_batches(run: Run, forwards: int) -> None:
+    """Rows at once as planned: the number of forwards says so."""
+    expected = run.delivery.passes * -(-run.recipe.rows_per_step // run.exact.micro_rows)
+    if forwards != expected:
+        raise EffectError(
+            f"micro-batches of {run.exact.micro_rows} of {run.recipe.rows_per_step} rows",
+            f"{forwards} forwards, not {expected}",
+            "the peak was planned for that many rows at once",
+        )
+
+
+def _recomputed(run: Run, forwards: int) -> None:
+    wanted = [run.structure.blocks[i] for i in run.exact.recompute]
+    if run.recompute is None or set(run.recompute.blocks) != set(wanted):
+        raise EffectError(f"recompute of {len(wanted)} blocks", "they are not wrapped")
+    run.recompute.assert_effect(forwards)
+
+
+def _states(run: Run) -> None:
+    """Optimizer states take the bytes their rule says: 8-bit states that are float32 save nothing."""
+    rule = run.optimizer
+    for name, parameter in run.delivery.parameters.items():
+        state = rule.state.get(parameter) or {}
+        found = sum(v.untyped_storage().nbytes() for v in state.values() if isinstance(v, Tensor))
+        planned = rule.state_bytes(parameter.shape, parameter.dtype)
+        if found != planned:
+            raise EffectError(
+                f"optimizer '{run.recipe.optimizer.name}': {planned:,} bytes of state for {name}",
+                f"{found:,} bytes" if state else "no state: it was never given to the rule",
+            )
+
+
+def _expected_moves(before: Tensor, lr: float) -> float:
+    """Numbers of a bfloat16 sample that a step of `lr` moves on average when rounded at random.
+
+    A number in [2^e, 2^(e+1)) has steps of 2^(e-7); a change of lr becomes one with probability lr / 2^(e-7).
+    """
+    spacing = torch.exp2(torch.floor(torch.log2(before.float().abs().clamp_min(1e-30))) - 7)
+    return read((lr / spacing).clamp_max(1.0).sum(), expect=0.0)
 
 
 def _sample(parameter: Tensor) -> Tensor:
@@ -63,5 +145,5 @@ def _sample(parameter: Tensor) -> Tensor:
     return flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].clone()
 
 
-def _moved(before: Tensor, after: Tensor) -> bool:
+def _differ(before: Tensor, after: Tensor) -> bool:
     return read((before != after).any(), expect=1.0) != 0.0

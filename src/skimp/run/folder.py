@@ -7,6 +7,7 @@ harmless metrics.jsonl   one object per step, each step once, whatever deaths an
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -15,12 +16,15 @@ from types import TracebackType
 from typing import Any
 
 from skimp.core.errors import CheckpointError
+from skimp.run.checkpoint_folder import latest
 from skimp.run.durable import write_all, write_json
 
 __all__ = ["RunFolder", "append_jsonl", "claim", "truncate_jsonl", "write_json"]
 
 RUN = "run.json"
 LOCK = ".lock"
+#: What a session writes before its first step: a folder that holds nothing else can be begun anew.
+UNBEGUN = (RUN, "recipe.json", "plan.json")
 
 
 class RunFolder:
@@ -29,11 +33,13 @@ class RunFolder:
     Attributes:
         path: the folder.
         run: the content of run.json: `fingerprint`, `schema_version`.
+        made: the folder was not there before this claim.
     """
 
-    def __init__(self, path: Path, run: dict[str, Any], lock: int) -> None:
+    def __init__(self, path: Path, run: dict[str, Any], lock: int, made: bool = False) -> None:
         self.path = path
         self.run = run
+        self.made = made
         self._lock: int | None = lock
 
     @property
@@ -43,6 +49,20 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    def release(self) -> None:
+        """Take back the claim of a run that ended before its first step: a corrected one may begin here.
+
+        Does nothing once there is a step, a checkpoint or any other file.
+        """
+        if begun(self.path):
+            return
+        for name in UNBEGUN:
+            (self.path / name).unlink(missing_ok=True)
+        if self.made:
+            (self.path / LOCK).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a file of somebody else's came in: the folder stays
+                self.path.rmdir()
 
     def close(self) -> None:
         if self._lock is not None:
@@ -76,6 +96,7 @@ def claim(
             written.
     """
     output = Path(output)
+    made = not output.exists()
     try:
         _check_content(output, resume)
         output.mkdir(parents=True, exist_ok=True)
@@ -99,7 +120,18 @@ def claim(
             "a run writes there",
             "name another output",
         ) from error
-    return RunFolder(output, run, lock)
+    return RunFolder(output, run, lock, made)
+
+
+def begun(output: Path) -> bool:
+    """Whether a folder holds more than what a session writes before its first step."""
+    for path in output.iterdir():
+        if path.name in (*UNBEGUN, LOCK) or ".tmp-" in path.name:
+            continue
+        if path.is_dir() and path.name == "checkpoints" and not any(path.iterdir()):
+            continue
+        return True
+    return False
 
 
 def _check_content(output: Path, resume: bool) -> None:
@@ -108,12 +140,17 @@ def _check_content(output: Path, resume: bool) -> None:
     names = sorted(path.name for path in output.iterdir()) if output.exists() else []
     names = [name for name in names if name != LOCK and not name.startswith(f"{RUN}.tmp-")]
     if RUN in names:
-        if not resume:
+        if not resume and begun(output):
+            going_on = "continue that run: --resume"
+            if latest(output / "checkpoints") is None:
+                going_on = (
+                    f"it has no complete checkpoint to go on from: remove {output} if you do not need it"
+                )
             raise CheckpointError(
                 f"a new run in {output}",
                 f"another run's folder: {_listed(names)}",
                 "its metrics and checkpoints would be mixed or lost",
-                ["continue that run: --resume", "name another output folder"],
+                [going_on, "name another output folder: output=…"],
             )
     elif names:
         raise CheckpointError(

@@ -87,6 +87,10 @@ class Head:
         # The weight cache would hold bf16 copies of every weight until the region ends, beside the ones autograd keeps.
         return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
 
+    def _products(self) -> torch.dtype | None:
+        """dtype of the head's matrix products: a card multiplies bfloat16 as it is, a CPU widens it in slices."""
+        return torch.bfloat16 if attention.target_device() != "cpu" and self.weight.dtype == torch.bfloat16 else None
+
     def loss(self, batch: Batch, normaliser: int) -> Tensor:
         """This micro-batch's share of the step's loss: sum over its trained tokens / `normaliser`."""
         with self._cast():
@@ -94,7 +98,7 @@ class Head:
             at("loss head")
             with scope("logits"):
                 return linear_cross_entropy(
-                    hidden, self.weight, batch.labels, bias=self.bias, token_weights=batch.weights,
+                    hidden, self.weight, batch.labels, bias=self.bias, compute_dtype=self._products(), token_weights=batch.weights,
                     normaliser=normaliser, chunk_rows=self.chunk,
                     weight_grad_into=self.sink() if self.sink is not None else None, **self.terms, **self.logits,
                 )
@@ -112,6 +116,7 @@ class Head:
                     with scope("logits"):
                         loss, correct, _ = linear_cross_entropy_eval(
                             hidden, self.weight, batch.labels, bias=self.bias, chunk_rows=self.chunk,
+                            compute_dtype=self._products(),
                             **self.logits,
                         )
                 total += read(loss, expect=1.0)

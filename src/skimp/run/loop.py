@@ -1,7 +1,7 @@
 """The one loop. Techniques plug into the `Run` it is given; none of them forks it.
 
-A step: next batch, learning rate, `run.step`, stops, metrics, then at the boundary evaluation, checkpoint and
-signals. Everything that must survive a death is in `state()`; everything else can be made again.
+A step: next batch, learning rate, `run.step`, metrics, stops, then at the boundary evaluation, checkpoint and
+signals. Everything that must survive a death is in `State`; everything else can be made again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 from skimp.core.errors import NonFiniteError
@@ -22,24 +21,13 @@ from skimp.run.effect import Effect
 from skimp.run.folder import RunFolder, append_jsonl
 from skimp.run.saving import Saver
 from skimp.run.signals import StopRequest
-
-
-@dataclass
-class Progress:
-    """What a finished step tells the screen."""
-
-    step: int
-    steps: int
-    loss: float
-    lr: float
-    tokens_per_second: float
-    memory: int
-    peak: int
+from skimp.run.unwell import nothing_moved, spiked, suspect
+from skimp.run.voice import Progress
 
 
 @dataclass
 class State:
-    """What the loop itself must remember between steps."""
+    """What the loop itself must remember between steps; plain values, saved with every checkpoint."""
 
     step: int = 0
     tokens: int = 0
@@ -50,6 +38,7 @@ class State:
     evals_without_gain: int = 0
     eval_before: float | None = None
     eval_after: float | None = None
+    measured_peak: int = 0
     stopped: str = ""
     recent: list[float] = field(default_factory=list)
     samples: dict[str, str] = field(default_factory=dict)
@@ -69,80 +58,92 @@ class Loop:
         saver: writes checkpoints.
         evaluate: held-out loss now, or None without validation.
         show: called after every step.
+        state: where to begin.
     """
 
     def __init__(
-        self, run: Run, stream: Any, schedule: Schedule, folder: RunFolder, saver: Saver,
-        evaluate: Callable[[], float] | None = None, show: Callable[[Progress], None] | None = None,
+        self,
+        run: Run,
+        stream: Any,
+        schedule: Schedule,
+        folder: RunFolder,
+        saver: Saver,
+        evaluate: Callable[[], float] | None = None,
+        show: Callable[[Progress], None] | None = None,
         state: State | None = None,
     ) -> None:
         self.run, self.stream, self.schedule = run, stream, schedule
         self.folder, self.saver = folder, saver
         self.evaluate, self.show = evaluate, show
         self.state = state or State()
-        self.measured_peak = 0
         self._window = deque(self.state.recent, maxlen=run.recipe.train.spike.window)
-        self._effect: Effect | None = Effect(run)
-        self._started = self.state.step
+        self._effect: Effect | None = None
+        self._started = self._saved = self.state.step
 
     def train(self, stop: StopRequest) -> str:
         """Run to the end, or to a stop at a step boundary.
 
         Returns:
             "finished", "early stop", or the name of the signal.
+
+        Raises:
+            NonFiniteError: a loss or gradient that is not finite, or a spike; names step and parameter.
+            CheckpointError: a save failed; the last good checkpoint is intact.
+            EffectError: a technique that was switched on did nothing in the first step; names it.
         """
         recipe, state = self.run.recipe, self.state
-        saved = state.step
-        while state.step < self.schedule.steps:
+        while state.step < self.schedule.steps and not state.stopped and not stop.requested:
             self._step()
-            if recipe.eval and recipe.eval.every and state.step % recipe.eval.every == 0 and self.evaluate:
-                saved = self._evaluated(saved)
-            every = recipe.checkpoint.every
-            if every and state.step % every == 0 and saved != state.step:
-                saved = self._save(stop)
-            if state.stopped or stop.requested:
-                break
-        outcome = stop.signal_name if stop.requested else state.stopped or "finished"
-        wanted = recipe.checkpoint.at_end or stop.requested
-        if wanted and saved != state.step and state.step > 0:
+            if self.evaluate is not None and _due(recipe.eval.every, state.step):
+                self._evaluated(stop)
+            if _due(recipe.checkpoint.every, state.step):
+                self._save(stop)
+        if recipe.checkpoint.at_end or stop.requested:
             self._save(stop)
-        return outcome or "finished"
+        return stop.signal_name or state.stopped or "finished"
 
     def _step(self) -> None:
         state, run = self.state, self.run
+        place = self.stream.state_dict()
         begin = time.perf_counter()
         batch = self.stream.next_step()
         lr = self.schedule.lr_at(state.step)
         run.set_lr(lr)
-        if self._tracked():
-            result = self._watched(batch)
-        else:
-            result = run.step(batch)
+        first = state.step == self._started
+        if first:
+            self._effect = Effect(run)
+        try:
+            result = self._watched(batch) if self._tracked() else run.step(batch)
+        except NonFiniteError as error:
+            raise self._explained(error, place) from error
         seconds = time.perf_counter() - begin
+        if self._effect is not None:
+            self._effect.check(run, lr)
+            self._effect = None
         state.step += 1
         state.tokens += result.trained
         state.seconds += seconds
         state.loss_first = result.loss if state.loss_first is None else state.loss_first
         state.loss_last = result.loss
-        if self._effect is not None:
-            self._effect.check(run, lr)
-            self._effect = None
-        self._spike(result.loss)
-        memory = resident()
+        memory, rate = resident(), result.trained / seconds
         append_jsonl(
             self.folder.metrics,
             {
-                "step": state.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": lr,
-                "tokens": result.trained, "tokens_per_second": result.trained / seconds, "memory_bytes": memory.now,
-                "clip_scale": result.clip_scale, "seconds": seconds,
+                "step": state.step,
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "lr": lr,
+                "tokens": result.trained,
+                "tokens_per_second": rate,
+                "memory_bytes": memory.now,
+                "clip_scale": result.clip_scale,
+                "seconds": seconds,
             },
         )
         if self.show is not None:
-            self.show(
-                Progress(
-                    state.step, self.schedule.steps, result.loss, lr, result.trained / seconds, memory.now, memory.peak
-                )
-            )
+            steps = self.schedule.steps
+            self.show(Progress(state.step, steps, result.loss, lr, seconds, rate, memory.now, memory.peak))
+        self._spike(result.loss)
 
     def _tracked(self) -> bool:
         """The second step of a process is watched by the tracker; the only one, when there is no second."""
@@ -150,51 +151,62 @@ class Loop:
         return done == 1 or (done == 0 and self.state.step + 1 >= self.schedule.steps)
 
     def _watched(self, batch: Any) -> Any:
-        tracker = Tracker()
-        run = self.run
+        tracker, run = Tracker(), self.run
         tracker.hold((p for _, p in run.parameters()), "weights")
         tracker.hold(run.model.buffers(), "weights")
-        states = (v for s in run.optimizer.state.values() for v in s.values() if hasattr(v, "untyped_storage"))
+        states = (
+            v for s in run.optimizer.state.values() for v in s.values() if hasattr(v, "untyped_storage")
+        )
         tracker.hold(states, "optimizer")
         tracker.hold((batch.ids, batch.labels, batch.positions), "batch")
         with tracker:
             result = run.step(batch)
-        self.measured_peak = tracker.peak.total
+        self.state.measured_peak = max(self.state.measured_peak, tracker.peak.total)
         return result
+
+    def _explained(self, error: NonFiniteError, place: dict[str, Any]) -> NonFiniteError:
+        """Name the parameter; where this step moved nothing, save the state before it: no work is lost."""
+        sentence, sound = suspect(self.run)
+        ways = [*error.instead, "in another output folder: a resumed run repeats this step bit for bit"]
+        if self.state.step > self._saved and sound and nothing_moved(self.run):
+            self.saver.save(self, data=place, spare=1)
+        kept = self.saver.newest()
+        ways.append(f"what was learned until then is in {kept}" if kept else "nothing was saved yet")
+        return NonFiniteError(error.asked, f"{error.found}; {sentence}", error.why, ways)
 
     def _spike(self, loss: float) -> None:
         """A loss far above its recent level stops the run before it is saved."""
         rule = self.run.recipe.train.spike
         if rule.factor is not None and len(self._window) == rule.window:
-            usual = median(self._window)
-            if loss > rule.factor * usual:
-                raise NonFiniteError(
-                    f"a loss within {rule.factor:g} times its recent level", f"{loss:.4g} in optimizer step "
-                    f"{self.state.step}; the median of the last {rule.window} is {usual:.4g}",
-                    "a spike like this seldom heals", "resume from the last checkpoint with a lower train.lr",
-                )
+            trouble = spiked(self.run, loss, list(self._window), self.state.step, self.saver.newest())
+            if trouble is not None:
+                raise trouble
         self._window.append(loss)
         self.state.recent = list(self._window)
 
-    def _evaluated(self, saved: int) -> int:
+    def _evaluated(self, stop: StopRequest) -> None:
+        """Evaluate at a step boundary; keep the best, count towards the early stop."""
         state, rule = self.state, self.run.recipe.eval
-        assert self.evaluate is not None
-        assert rule is not None
-        loss = self.evaluate()
-        stop = rule.early_stop
-        gain = state.best_eval is None or loss < state.best_eval - (stop.min_delta if stop else 0.0)
+        if self.evaluate is None or rule is None:
+            return
+        loss, early = self.evaluate(), rule.early_stop
+        gain = state.best_eval is None or loss < state.best_eval - (early.min_delta if early else 0.0)
         append_jsonl(self.folder.path / "evals.jsonl", {"step": state.step, "eval_loss": loss, "best": gain})
         if gain:
             state.best_eval, state.evals_without_gain = loss, 0
             if rule.keep_best:
-                self.saver.save(self, best=True)
-                return state.step
-        else:
-            state.evals_without_gain += 1
-            if stop is not None and state.evals_without_gain >= stop.patience:
-                state.stopped = "early stop"
-        return saved
+                self._save(stop, best=True)
+            return
+        state.evals_without_gain += 1
+        if early is not None and state.evals_without_gain >= early.patience:
+            state.stopped = "early stop"
 
-    def _save(self, stop: StopRequest) -> int:
-        stop.last_checkpoint = self.saver.save(self)
-        return self.state.step
+    def _save(self, stop: StopRequest, best: bool = False) -> None:
+        """Save the present step, unless it is saved already."""
+        if self._saved != self.state.step:
+            stop.last_checkpoint = self.saver.save(self, best)
+            self._saved = self.state.step
+
+
+def _due(every: int | None, step: int) -> bool:
+    return every is not None and step % every == 0

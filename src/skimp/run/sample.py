@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import skimp
 from skimp.core.errors import ModelError
 from skimp.core.read import read
 from skimp.run.build import Run
@@ -17,24 +20,40 @@ from skimp.run.build import Run
 def in_child(tokenizer: str, request: dict[str, Any]) -> Any:
     """Encode or decode in a child process: the training process never loads a tokenizer.
 
+    Args:
+        tokenizer: a model folder, tokenizer.json or GGUF file.
+        request: see `skimp.data.text.answer`.
+
     Raises:
-        ModelError: the tokenizer cannot be read.
+        ModelError: the tokenizer cannot be read, or the child died; with its last words.
     """
+    package = str(Path(skimp.__file__).resolve().parent.parent)
+    path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH")) if p)
     done = subprocess.run(
-        [sys.executable, "-m", "skimp.data.text", tokenizer], input=json.dumps(request), capture_output=True,
-        text=True, check=False,
+        [sys.executable, "-m", "skimp.data.text", tokenizer],
+        input=json.dumps(request).encode(),
+        capture_output=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,  # Ctrl-C asks the loop to stop; it must not kill this child
     )
     if done.returncode:
-        raise ModelError(f"text through the tokenizer {tokenizer}", done.stderr.strip().splitlines()[-1:] and
-                         done.stderr.strip().splitlines()[-1] or f"exit status {done.returncode}")
-    return json.loads(done.stdout)
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise ModelError(
+            f"text through the tokenizer {tokenizer}",
+            f"its process ended with code {done.returncode}" + (f": {said[-1]}" if said else ""),
+        )
+    found = json.loads(done.stdout)
+    if "error" in found:
+        raise ModelError(**found["error"])
+    return found
 
 
 @torch.no_grad()
 def greedy(run: Run, prompt: list[int], tokens: int, end: int | None) -> list[int]:
     """The `tokens` most likely ids after `prompt`, stopping at `end`.
 
-    Each token runs the whole text again, at most prompt + tokens of them: a few dozen, where a cache would not pay.
+    Each token runs the whole text again: a few dozen tokens, for which a cache would not pay.
     """
     ids = list(prompt)
     run.model.eval()
@@ -42,7 +61,8 @@ def greedy(run: Run, prompt: list[int], tokens: int, end: int | None) -> list[in
         for _ in range(tokens):
             row = torch.tensor([ids])
             hidden = run.head.hidden(row, torch.arange(len(ids)).unsqueeze(0), None)
-            logits = torch.nn.functional.linear(hidden[:, -1].float(), run.head.weight.float(), run.head.bias)
+            # A scale and a soft cap are left out: both are monotone, so the largest logit stays the largest.
+            logits = torch.nn.functional.linear(hidden[:, -1], run.head.weight, run.head.bias)
             following = int(read(logits.argmax(), expect=0.0))
             if following == end:
                 break
@@ -50,5 +70,3 @@ def greedy(run: Run, prompt: list[int], tokens: int, end: int | None) -> list[in
     finally:
         run.model.train()
     return ids[len(prompt) :]
-
-

@@ -1,20 +1,23 @@
-"""What goes into a checkpoint and comes back out: model, optimizer, data position, random state, loop state, plan."""
+"""What goes into a checkpoint and comes back out: model, optimizer, data position, random and loop state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from skimp.core import rng
 from skimp.core.errors import CheckpointError
-from skimp.optim.base import state_key
+from skimp.optim.state import state_key
 from skimp.run import checkpoint, checkpoint_read
 from skimp.run.build import Run
+from skimp.run.checkpoint_folder import complete_steps, latest
+from skimp.run.checkpoint_read import Checkpoint
 from skimp.run.environment import differences, environment
+from skimp.run.folder import begun
 
 if TYPE_CHECKING:
     from skimp.run.loop import Loop, State
@@ -35,8 +38,20 @@ class Saver:
     ) -> None:
         self.root, self.keep, self.facts, self.said = root, keep, dict(facts), said
 
-    def save(self, loop: Loop, best: bool = False) -> Path:
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint, whichever process wrote it."""
+        return latest(self.root)
+
+    def save(
+        self, loop: Loop, best: bool = False, data: Mapping[str, Any] | None = None, spare: int = 0
+    ) -> Path:
         """One complete checkpoint of the present step.
+
+        Args:
+            loop: between two steps.
+            best: mark it as the best so far.
+            data: position in the data, when it is not the stream's present one.
+            spare: keep so many older checkpoints more than usual.
 
         Raises:
             CheckpointError: no room or a failing disk; the last good checkpoint is intact.
@@ -48,12 +63,16 @@ class Saver:
             **self.facts,
             "loop": loop.state.as_dict(),
             "optimizer": {"rule": run.recipe.optimizer.name, "numbers": numbers},
-            "data": loop.stream.state_dict(),
+            "data": data if data is not None else loop.stream.state_dict(),
             "rng": rng.capture(),
             "environment": environment(),
         }
-        groups = {"model": list(run.model.named_parameters(remove_duplicate=False)), "optimizer": tensors}
-        path = checkpoint.save(self.root, loop.state.step, groups, meta, keep=self.keep, best=best)
+        groups: dict[str, list[tuple[str, Tensor]]] = {
+            "model": list(run.model.named_parameters(remove_duplicate=False)),
+            "optimizer": tensors,
+        }
+        keep = self.keep + spare
+        path = checkpoint.save(self.root, loop.state.step, groups, meta, keep=keep, best=best)
         if self.said is not None:
             self.said(path)
         return path
@@ -62,9 +81,9 @@ class Saver:
 class _Lazily(Mapping[str, Any]):
     """Optimizer state from a checkpoint, one tensor at a time."""
 
-    def __init__(self, saved: Any, numbers: Mapping[str, Any]) -> None:
+    def __init__(self, saved: Checkpoint, numbers: Mapping[str, Any]) -> None:
         self._saved, self._numbers = saved, numbers
-        self._names = set(saved.names("optimizer")) if "optimizer" in saved.groups() else set()
+        self._names = set(saved.names("optimizer")) if "optimizer" in saved.groups else set()
 
     def __getitem__(self, key: str) -> Any:
         if key in self._numbers:
@@ -73,34 +92,75 @@ class _Lazily(Mapping[str, Any]):
             raise KeyError(key)
         return self._saved.read("optimizer", key)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[str]:
         return iter([*self._numbers, *self._names])
 
     def __len__(self) -> int:
         return len(self._numbers) + len(self._names)
 
 
-def restore(run: Run, stream: Any, path: Path, state: State) -> list[str]:
-    """Bring run, stream and loop state back, tensor by tensor, into storage that exists.
+def open_newest(root: Path) -> Checkpoint:
+    """The newest complete checkpoint of a run, opened: a context manager.
+
+    Raises:
+        CheckpointError: there is none; names those that are not complete, and why.
+    """
+    newest = latest(root)
+    if newest is None:
+        broken = complete_steps(root)[1] if root.is_dir() else []
+        raise CheckpointError(
+            f"resume the run in {root.parent}",
+            "no complete checkpoint" + "".join(f"; {sentence}" for sentence in broken),
+            "a save did not finish or was damaged" if broken else "the run ended before its first save",
+            [
+                f"remove {root.parent} and start again, with checkpoint.every set",
+                "name another output folder: output=…",
+            ]
+            if begun(root.parent)
+            else "start it without --resume",
+        )
+    return checkpoint_read.load(newest)
+
+
+def restore_place(saved: Checkpoint, recipe: Any, stream: Any, state: State) -> list[str]:
+    """Position in the data and the loop's own state; a mismatch is found before a model is built.
 
     Returns:
         Sentences on what differs between the machine that saved and this one.
 
     Raises:
-        CheckpointError: damaged, of another model or optimizer, or of other data.
+        CheckpointError: saved with another optimizer or of other data.
     """
-    with checkpoint_read.load(path) as saved:
-        rule = saved.meta["optimizer"]["rule"]
-        if rule != run.recipe.optimizer.name:
-            raise CheckpointError(
-                f"optimizer '{run.recipe.optimizer.name}'", f"'{rule}' in {path}", "its states do not convert"
-            )
-        with torch.no_grad():
-            saved.read_all("model", run.model.named_parameters(remove_duplicate=False))
-        run.optimizer.load_named_state(_Lazily(saved, saved.meta["optimizer"]["numbers"]))
-        stream.load_state_dict(saved.meta["data"])
-        for key, value in saved.meta["loop"].items():
-            setattr(state, key, value)
-        rng.restore(saved.meta["rng"])
-        run.delivery.step_index = state.step
-        return differences(saved.meta["environment"], environment())
+    rule = saved.meta["optimizer"]["rule"]
+    if rule != recipe.optimizer.name:
+        raise CheckpointError(
+            f"optimizer '{recipe.optimizer.name}'",
+            f"'{rule}' in {saved.path}",
+            "its states do not convert",
+            f"optimizer={rule}",
+        )
+    stream.load_state_dict(saved.meta["data"])
+    for key, value in saved.meta["loop"].items():
+        setattr(state, key, value)
+    return differences(saved.meta["environment"], environment())
+
+
+def weights_from(saved: Checkpoint) -> Callable[[nn.Module], None]:
+    """What fills a model from a checkpoint, tensor by tensor, instead of from the pretrained weights."""
+
+    @torch.no_grad()
+    def fill(model: nn.Module) -> None:
+        saved.read_all("model", model.named_parameters(remove_duplicate=False))
+
+    return fill
+
+
+def restore_optimizer(saved: Checkpoint, run: Run) -> None:
+    """Optimizer states, step count and random state, when the run is built and draws no more numbers.
+
+    Raises:
+        CheckpointError: damaged, or of another model or optimizer.
+    """
+    run.optimizer.load_named_state(_Lazily(saved, saved.meta["optimizer"]["numbers"]))
+    run.delivery.step_index = saved.step
+    rng.restore(saved.meta["rng"])

@@ -1,32 +1,37 @@
-"""A whole training session: claim the folder, prepare the text, build, resume, train, evaluate, sum up.
+"""A whole training session in a claimed folder: build, resume, evaluate, train, evaluate, sum up.
 
-Order matters for memory and for manners: every refusal that needs no weights comes before they are loaded, and the
-text is tokenised in a child before the model exists.
+The text is ready and the plan is made before this begins (`skimp.api.train_recipe` tells the order), so that
+every refusal which needs no weights comes before they are loaded.
 """
 
 from __future__ import annotations
 
+import errno
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from skimp.core.errors import CheckpointError, DataError
+from skimp.core.errors import CheckpointError
 from skimp.core.memory.process import give_back, malloc_policy_is_set, reset_peak, resident
 from skimp.core.rng import seed_everything
-from skimp.core.schedule import Schedule
-from skimp.data import TextData, prepare
 from skimp.run.build import Run, build
-from skimp.run.checkpoint_folder import latest
 from skimp.run.durable import write_json
 from skimp.run.environment import environment
-from skimp.run.folder import claim, truncate_jsonl
-from skimp.run.loop import Loop, Progress, State
+from skimp.run.folder import RunFolder, begun, claim, truncate_jsonl
+from skimp.run.loop import Loop, State
+from skimp.run.prepare import Text
 from skimp.run.sample import greedy, in_child
-from skimp.run.saving import Saver, restore
+from skimp.run.saving import Saver, open_newest, restore_optimizer, restore_place, weights_from
 from skimp.run.signals import StopRequest
+from skimp.run.voice import Voice
 from skimp.run.weights import init_scratch, load_weights
+
+#: What a file system says when it takes no more: a sentence for the user, not a traceback.
+REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 
 
 @dataclass(frozen=True)
@@ -38,131 +43,129 @@ class Outcome:
     folder: Path
 
 
-class Voice:
-    """What a session tells; the command line overrides it with a screen, a library user may ignore it."""
+@contextmanager
+def claimed(
+    recipe: Any, fingerprint: Mapping[str, Any], resume: bool, may_change: tuple[str, ...] = ()
+) -> Iterator[RunFolder]:
+    """The run's output folder, locked. A session that ends before its first step leaves it as it was.
 
-    def say(self, text: str) -> None:
-        """A sentence for a person."""
+    Args:
+        recipe: the run.
+        fingerprint: what makes this run this run.
+        resume: the folder holds the run; else it is new or empty.
+        may_change: keys to name when a resumed recipe differs.
 
-    def reading(self, event: dict[str, Any]) -> None:
-        """Progress of tokenising."""
+    Raises:
+        CheckpointError: the folder is another run's, is in use, or its disk takes no more.
+    """
+    with claim(Path(recipe.output), fingerprint, resume, may_change=may_change) as folder:
+        try:
+            yield folder
+        except OSError as error:
+            if error.errno not in REFUSED:
+                raise
+            raise _refused(folder, error) from error
+        finally:
+            if not resume:
+                folder.release()
 
-    def loading(self, done: int, total: int) -> None:
-        """Progress of loading weights."""
 
-    def step(self, progress: Progress) -> None:
-        """A finished optimizer step."""
-
-
-def text_data(recipe: Any) -> TextData:
-    """The data room's description of the recipe's text."""
-    data = recipe.data
-    tokens = data.validation_tokens if data.validation is None else None
-    return TextData(
-        train=list(data.train), seq_len=data.seq_len, validation=data.validation, validation_tokens=tokens,
-        packing=data.packing, too_long=data.too_long, field=data.field, encoding=data.encoding, seed=data.seed,
-        streaming=data.streaming,
+def _refused(folder: RunFolder, error: OSError) -> CheckpointError:
+    kept = begun(folder.path) and any(folder.checkpoints.glob("step-*/COMPLETE"))
+    return CheckpointError(
+        f"writing to {error.filename or folder.path}",
+        f"{error.strerror or error}",
+        "a run keeps its metrics and summary there",
+        [
+            "free space there, or name an output on another disk",
+            *(
+                [f"then continue from the last checkpoint: skimp train {folder.path} --resume"]
+                if kept
+                else []
+            ),
+        ],
     )
 
 
+def already_finished(folder: RunFolder, recipe: Any, text: Text) -> Outcome | None:
+    """The outcome of a run with nothing left to do: all steps done, or an early stop whose rule still holds.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint to go on from.
+    """
+    with open_newest(folder.checkpoints) as saved:
+        state = State(**saved.meta["loop"])
+    rule = recipe.eval.early_stop if recipe.eval is not None else None
+    early = state.stopped == "early stop" and rule is not None and state.evals_without_gain >= rule.patience
+    if state.step < text.schedule.steps and not early:
+        return None
+    summary = folder.path / "summary.json"
+    if not summary.is_file():
+        return None  # it died between its last checkpoint and its summary: evaluate and sum up
+    found = json.loads(summary.read_text(encoding="utf-8"))
+    done = found.get("steps") == state.step and found.get("stopped") in ("finished", "early stop")
+    return Outcome(found, found["stopped"], folder.path) if done else None
+
+
 def train(
-    recipe: Any, plan: Any, source: Any, fingerprint: dict[str, Any], *, resume: bool = False,
-    voice: Voice | None = None, may_change: tuple[str, ...] = (),
+    recipe: Any, plan: Any, source: Any, text: Text, folder: RunFolder, *, resume: bool, voice: Voice
 ) -> Outcome:
     """Execute exactly what was planned.
 
     Args:
         recipe: the run.
         plan: a `Plan` that fits; its exact choices are what is built.
-        source: the model with its weights here (`recipe.fetch_model`).
-        fingerprint: what makes this run this run.
+        source: the model, with its weights here unless `resume`.
+        text: what `prepare_text` gave.
+        folder: claimed for this run.
         resume: go on from the newest complete checkpoint.
         voice: where to speak.
-        may_change: keys to name when a resumed recipe differs.
     """
-    voice = voice or Voice()
-    output = Path(recipe.output)
-    with claim(output, fingerprint, resume, may_change=may_change) as folder:
-        return _in_folder(recipe, plan, source, folder, resume, voice)
+    with ExitStack() as stack:
+        stream = text.prepared.stream(recipe.train.batch_tokens)
+        stack.callback(stream.close)
+        state, saved = State(), None
+        if resume:
+            saved = stack.enter_context(open_newest(folder.checkpoints))
+            for sentence in restore_place(saved, recipe, stream, state):
+                voice.say(sentence)
+            state.stopped = ""
+            truncate_jsonl(folder.metrics, state.step)
+            truncate_jsonl(folder.path / "evals.jsonl", state.step)
+            voice.say(f"resumed from {saved.path} at step {state.step}")
+        write_json(folder.path / "recipe.json", recipe.as_dict())
+        write_json(folder.path / "plan.json", plan.as_dict())
+        seed_everything(recipe.train.seed)
 
-
-def _in_folder(recipe: Any, plan: Any, source: Any, folder: Any, resume: bool, voice: Voice) -> Outcome:
-    write_json(folder.path / "recipe.json", recipe.as_dict())
-    write_json(folder.path / "plan.json", plan.as_dict())
-    prepared = prepare(
-        text_data(recipe), source.tokenizer, vocabulary=source.config["vocab_size"], progress=voice.reading
-    )
-    for line in prepared.report.lines():
-        voice.say(line)
-    if recipe.eval is not None and prepared.validation is None:
-        raise DataError(
-            "eval: held-out text", "no validation set", instead=["data.validation=0.05", "eval=null"]
+        # The plan's baseline was measured before any tensor; what planning left goes back to the system.
+        give_back()
+        reset_peak()
+        started = time.perf_counter()
+        fill = weights_from(saved) if saved is not None else _filler(recipe, source, voice)
+        run = build(recipe, plan.exact, source.config, fill=fill)
+        stack.callback(run.close)
+        revision = source.revision
+        if saved is not None:
+            restore_optimizer(saved, run)
+            revision = saved.meta.get("revision", revision)
+            saved.close()
+        facts = {"recipe": recipe.as_dict(), "plan": plan.as_dict(), "revision": revision}
+        saver = Saver(
+            folder.checkpoints, recipe.checkpoint.keep, facts, lambda path: voice.say(f"saved {path}")
         )
-    stream = prepared.stream(recipe.train.batch_tokens)
-    schedule = make_schedule(recipe, prepared)
-    prompt = _prompt(recipe, source)
-    seed_everything(recipe.train.seed)
-
-    # The plan's baseline was measured before any tensor; what planning left behind goes back to the system first.
-    give_back()
-    reset_peak()
-    started = time.perf_counter()
-    run = build(recipe, plan.exact, source.config, fill=_filler(recipe, source, voice))
-    state = State()
-    if resume:
-        _resume(run, stream, folder, state, voice)
-    saver = Saver(
-        folder.checkpoints, recipe.checkpoint.keep,
-        {"recipe": recipe.as_dict(), "plan": plan.as_dict(), "revision": source.revision},
-        lambda path: voice.say(f"saved {path}"),
-    )
-
-    def evaluate() -> float:
-        loss, accuracy, tokens = run.evaluate(prepared.validation_batches(recipe.eval.tokens))
-        voice.say(f"held-out loss {loss:.4f} (token accuracy {accuracy:.1%}) on {tokens:,} tokens")
-        return loss
-
-    loop = Loop(
-        run, stream, schedule, folder, saver, evaluate if recipe.eval is not None else None, voice.step, state
-    )
-    with StopRequest() as stop:
-        if state.step == 0:
-            if recipe.eval is not None and recipe.eval.at_start:
-                state.eval_before = evaluate()
-            if prompt is not None:
-                state.samples["before"] = _sample(run, recipe, source, prompt, voice, "before")
-        stopped = loop.train(stop)
-        if stopped in ("finished", "early stop"):
-            if recipe.eval is not None and recipe.eval.at_end:
-                state.eval_after = evaluate()
-            if prompt is not None:
-                state.samples["after"] = _sample(run, recipe, source, prompt, voice, "after")
-    summary = summarise(run, plan, state, loop, stopped, time.perf_counter() - started)
-    write_json(folder.path / "summary.json", summary)
-    run.close()
-    if hasattr(stream, "close"):
-        stream.close()
+        beside = _Beside(run, recipe, text, voice, state)
+        evaluate = beside.evaluate if recipe.eval is not None else None
+        loop = Loop(run, stream, text.schedule, folder, saver, evaluate, voice.step, state)
+        with StopRequest() as stop:
+            if state.step == 0:
+                beside.before(stop)
+            stopped = loop.train(stop)
+            if stopped in ("finished", "early stop"):
+                beside.after()
+        summary = summarise(run, plan, state, stopped, time.perf_counter() - started)
+        if state.step > 0:
+            write_json(folder.path / "summary.json", summary)
     return Outcome(summary, stopped, folder.path)
-
-
-def make_schedule(recipe: Any, prepared: Any) -> Schedule:
-    """The learning-rate schedule over the run's optimizer steps; `epochs` are counted in whole rows."""
-    train = recipe.train
-    steps = train.steps
-    if steps is None:
-        rows = prepared.rows_per_epoch
-        if rows is None:
-            raise DataError(
-                "train.epochs of a streamed text", "its length is not known before it was read",
-                instead="give train.steps, or data.streaming=false",
-            )
-        steps = max(1, int(train.epochs * rows // recipe.rows_per_step))
-    warmup = train.warmup
-    if isinstance(warmup, int) and warmup >= steps:
-        warmup = max(0, steps - 1)  # a shortened run (three steps of the quickstart) still reaches its rate
-    return Schedule(
-        train.lr, steps, train.schedule, warmup, train.min_lr, train.decay if train.decay is not None else 0.2
-    )
 
 
 def _filler(recipe: Any, source: Any, voice: Voice) -> Callable[[Any], None]:
@@ -171,43 +174,51 @@ def _filler(recipe: Any, source: Any, voice: Voice) -> Callable[[Any], None]:
     return lambda model: load_weights(model, source.weights, voice.loading)
 
 
-def _resume(run: Run, stream: Any, folder: Any, state: State, voice: Voice) -> None:
-    newest = latest(folder.checkpoints)
-    if newest is None:
-        raise CheckpointError(
-            f"resume the run in {folder.path}", "no complete checkpoint", "it died before its first save",
-            f"remove {folder.path} and start again, with checkpoint.every set",
-        )
-    for sentence in restore(run, stream, newest, state):
-        voice.say(sentence)
-    state.stopped = ""
-    truncate_jsonl(folder.metrics, state.step)
-    truncate_jsonl(folder.path / "evals.jsonl", state.step)
-    voice.say(f"resumed from {newest} at step {state.step}")
+@dataclass(frozen=True)
+class _Beside:
+    """What happens beside the steps: held-out loss and one sample, before and after."""
+
+    run: Run
+    recipe: Any
+    text: Text
+    voice: Voice
+    state: State
+
+    def evaluate(self) -> float:
+        batches = self.text.prepared.validation_batches(self.recipe.eval.tokens)
+        loss, accuracy, tokens = self.run.evaluate(batches)
+        self.voice.say(f"held-out loss {loss:.4f} (token accuracy {accuracy:.1%}) on {tokens:,} tokens")
+        return loss
+
+    def before(self, stop: StopRequest) -> None:
+        if self.recipe.eval is not None and self.recipe.eval.at_start and not stop.requested:
+            self.state.eval_before = self.evaluate()
+        if self.text.prompt is not None and not stop.requested:
+            self.state.samples["before"] = self._sample("before")
+
+    def after(self) -> None:
+        if self.recipe.eval is not None and self.recipe.eval.at_end:
+            self.state.eval_after = self.evaluate()
+        if self.text.prompt is not None:
+            self.state.samples["after"] = self._sample("after")
+
+    def _sample(self, when: str) -> str:
+        prompt = self.text.prompt
+        if prompt is None:
+            return ""
+        ids = greedy(self.run, prompt["ids"], self.recipe.sample.tokens, prompt["end"])
+        text: str = in_child(str(self.text.tokenizer), {"decode": [ids]})["texts"][0]
+        self.voice.say(f"sample {when}: {self.recipe.sample.prompt}{text}")
+        return text
 
 
-def _prompt(recipe: Any, source: Any) -> dict[str, Any] | None:
-    if recipe.sample is None:
-        return None
-    found: dict[str, Any] = in_child(str(source.tokenizer), {"encode": recipe.sample.prompt})
-    return found
-
-
-def _sample(run: Run, recipe: Any, source: Any, prompt: dict[str, Any], voice: Voice, when: str) -> str:
-    ids = greedy(run, prompt["ids"], recipe.sample.tokens, prompt["end"])
-    text: str = in_child(str(source.tokenizer), {"decode": [ids]})["texts"][0]
-    voice.say(f"sample {when}: {recipe.sample.prompt}{text}")
-    return text
-
-
-def summarise(run: Run, plan: Any, state: State, loop: Loop, stopped: str, wall: float) -> dict[str, Any]:
+def summarise(run: Run, plan: Any, state: State, stopped: str, wall: float) -> dict[str, Any]:
     """The stable content of summary.json."""
-    peak = resident().peak
     return {
         "planned_peak_bytes": plan.profile.phases["train"],
-        "measured_peak_bytes": loop.measured_peak,
+        "measured_peak_bytes": state.measured_peak or None,
         "planned_rss_bytes": plan.peak_bytes if plan.places.on_cpu else None,
-        "rss_peak_bytes": peak,
+        "rss_peak_bytes": resident().peak,
         "rss_baseline_bytes": plan.places.baseline,
         "tokens_per_second": state.tokens / state.seconds if state.seconds else None,
         "seconds_per_step": state.seconds / state.step if state.step else None,
@@ -221,6 +232,6 @@ def summarise(run: Run, plan: Any, state: State, loop: Loop, stopped: str, wall:
         "samples": state.samples,
         "malloc_policy": malloc_policy_is_set(),
         "plan": plan.as_dict(),
-        "optimizer_table": [asdict(row) for row in run.optimizer.table()],
+        "optimizer_table": [{**asdict(row), "shape": list(row.shape)} for row in run.optimizer.table()],
         "versions": environment(),
     }

@@ -35,7 +35,7 @@ def test_codebook_equals_bitsandbytes(signed):
 
 @BOTH
 def test_codes_equal_bitsandbytes_reference(signed):
-    """Its CPU library approximates; its plain torch form is the oracle: equal but within two ulps of a midpoint."""
+    """Its CPU library approximates; its plain torch form is the oracle, but for 2 ulps at a midpoint."""
     pytest.importorskip("bitsandbytes")
     x = sample((37, 1024), signed)
     operator = torch.ops.bitsandbytes.quantize_blockwise.default

@@ -19,11 +19,16 @@ _BINARY = (
     "eq", "ne", "lt", "le", "gt", "ge",
 )
 
+#: oneDNN multiplies half dtypes from 16 x 16 x 16 multiplications on.
+SMALL_PRODUCT = 16**3
+
 
 def _scalar(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """A number becomes a float64 or int64 0-d tensor of 8 bytes, and one more in the computing dtype if that differs."""
-    if len(args) < 2 or isinstance(args[1], Tensor) or not isinstance(args[0], Tensor):
+    if len(args) < 2 or not isinstance(args[0], Tensor):
         return 0
+    if isinstance(args[1], Tensor):
+        return args[0].itemsize if args[1].dim() == 0 and args[1].dtype != args[0].dtype else 0
     return _number(args[0].dtype, args[1])
 
 
@@ -51,15 +56,21 @@ def _flash(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 def _flash_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Per thread two blocks of scores, and one row sum a query row.
 
-    Half dtypes also keep the blocks narrow, and their products collect in float32, keys in multiples of 16.
+    Half dtypes also keep the blocks narrow, and their products collect in float32. A gradient that does not lie as
+    (rows, seq, heads, dim) is copied.
     """
-    query, key = args[1], args[2]
+    grad, query, key = args[0], args[1], args[2]
     rows, keys = _flash_split(query.shape[2]), min(512, key.shape[2])
     wide = 8 if query.dtype == torch.float64 else 4
     threads = torch.get_num_threads()
     size = threads * 2 * wide * rows * keys + wide * rows
+    if not grad.transpose(1, 2).is_contiguous():
+        size += grad.numel() * grad.itemsize
     if query.dtype in (torch.bfloat16, torch.float16):
-        size += threads * 2 * 2 * rows * keys + 4 * (-(-keys // 16) * 16) * query.shape[3] + 132
+        size += threads * 2 * 2 * rows * keys
+        if rows * keys * query.shape[3] > SMALL_PRODUCT:
+            share = -(-keys * query.shape[3] // threads)
+            size += 4 * threads * (-(-share // 64) * 64) + 132
     return size
 
 
@@ -83,10 +94,11 @@ def _mean(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def _sum(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """A full sum of at least 32,768 numbers is done in two passes, one partial sum per thread."""
+    """A full sum of at least 32,768 numbers is done by all threads, in two passes, one partial sum each."""
     x = args[0]
-    full = len(args) < 2 and x.numel() >= 32768
-    return torch.get_num_threads() * (kwargs.get("dtype") or x.dtype).itemsize if full else 0
+    threads = torch.get_num_threads()
+    full = len(args) < 2 and x.numel() >= 32768 and threads > 1
+    return threads * (kwargs.get("dtype") or x.dtype).itemsize if full else 0
 
 
 def _strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -94,14 +106,24 @@ def _strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return 0 if args[0].is_contiguous() else args[0].nbytes
 
 
-def _half_product(left: int) -> Any:
-    """bfloat16 products without matrix instructions collect into a float32 result first: 4 M N + 128 bytes."""
+def _product(left: int) -> Any:
+    """What a matrix product takes beside its output.
+
+    An operand whose numbers lie next to each other neither along rows nor along columns is copied. bfloat16
+    without matrix instructions collects float32 sums first, 4 M N bytes shared by the threads, each share rounded up
+    to 64 numbers, and 128 bytes; of a batch each thread has one product at a time. CPUs with bfloat16 instructions
+    need less.
+    """
 
     def rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         a, b = args[left], args[left + 1]
-        if a.dtype not in (torch.bfloat16, torch.float16):
-            return 0
-        return 4 * (a.numel() // a.shape[-1]) * b.shape[-1] + 128
+        size = sum(t.numel() * t.itemsize for t in (a, b) if 1 not in t.stride()[-2:] and t.numel() > 1)
+        if a.dtype in (torch.bfloat16, torch.float16) and a.numel() * b.shape[-1] > SMALL_PRODUCT:
+            batch, threads = (a.shape[0] if a.dim() == 3 else 1), torch.get_num_threads()
+            sums = a.shape[-2] * b.shape[-1]
+            shares, share = (threads, -(-sums // threads)) if batch == 1 else (min(threads, batch), sums)
+            size += 4 * shares * (-(-share // 64) * 64) + 128
+        return size
 
     return rule
 
@@ -121,6 +143,6 @@ declare_workspace("aten::native_layer_norm_backward")(_layer_norm_backward)
 declare_workspace("aten::sum")(_sum)
 declare_workspace("aten::embedding_dense_backward")(_strided)
 declare_workspace("aten::linalg_vector_norm")(_wider_norm)
-declare_workspace("aten::mm")(_half_product(0))
-declare_workspace("aten::bmm")(_half_product(0))
-declare_workspace("aten::addmm")(_half_product(1))
+declare_workspace("aten::mm")(_product(0))
+declare_workspace("aten::bmm")(_product(0))
+declare_workspace("aten::addmm")(_product(1))

@@ -11,20 +11,25 @@ Scopes say what a new storage is for; outside a `Tracker` they cost one attribut
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skimp.core.memory import aten_cpu  # noqa: F401  (registers the rules)
 from skimp.core.workspace import workspace_bytes
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits", "workspace", "batch")
+_DEVICE = torch.ops.prim.device.default
+#: A value is read of real tensors only (`core.read`), and nothing is allocated by it.
+_READ = torch.ops.aten._local_scalar_dense.default
 _active: list[Tracker] = []
 
 
@@ -50,11 +55,19 @@ class Tracker(TorchDispatchMode):
     Args:
         timeline: keep (operator index, live bytes, phase) at every change, for drawing.
         operators: keep the names of all operators in order, for comparing a simulated step with a real one.
+        observer: called with (operator, arguments, result) of every call.
         host_rules: add what ATen's CPU operators allocate inside a call; False when simulating another device.
     """
 
-    def __init__(self, timeline: bool = False, operators: bool = False, host_rules: bool = True) -> None:
+    def __init__(
+        self,
+        timeline: bool = False,
+        operators: bool = False,
+        host_rules: bool = True,
+        observer: Callable[[Any, Any, Any], None] | None = None,
+    ) -> None:
         super().__init__()
+        self.observer = observer
         self.host_rules = host_rules
         #: highest bytes at each (phase, owner).
         self.peaks: dict[tuple[str, str], int] = {}
@@ -68,21 +81,38 @@ class Tracker(TorchDispatchMode):
         self.owner = ""
         self.category = "activations"
         self._known: dict[int, tuple[Any, int, str]] = {}
+        self._numbers = _SavedNumbers() if host_rules else None
 
     def __enter__(self) -> Tracker:
         _active.append(self)
         super().__enter__()
+        if self._numbers is not None:
+            self._numbers.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
+        if self._numbers is not None:
+            self._numbers.__exit__(*error)
         super().__exit__(*error)
         _active.remove(self)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled under a tracker; without this torch wraps each dispatch in two more calls."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            # More than half of a simulation's dispatches only ask a simulated tensor where it is.
+            return args[0].fake_device
+        if func is _READ:
+            return func(*args)
         kwargs = kwargs or {}
         before = self.live
         out = func(*args, **kwargs)
         self.count += 1
+        if self.observer is not None:
+            self.observer(func, args, out)
         name = func._schema.name
         if self.operators is not None:
             self.operators.append(str(func))
@@ -161,9 +191,40 @@ class Tracker(TorchDispatchMode):
                 self._leave(key)
 
 
+class _SavedNumbers(TorchFunctionMode):
+    """Make the number of a differentiated `x * 0.5` a tensor that the tracker sees.
+
+    torch makes a 0-d float64 tensor of it anyway and autograd keeps that for backward, 8 bytes a product; but in the
+    dispatcher it shows as a plain number and its lifetime cannot be seen. The products are equal to the bit.
+    """
+
+    #: Products and quotients: autograd keeps the other factor. Sums keep nothing.
+    KEEPING = frozenset(
+        {
+            torch.mul, torch.div, torch.multiply, torch.divide, torch.true_divide,
+            Tensor.mul, Tensor.mul_, Tensor.div, Tensor.div_, Tensor.multiply, Tensor.divide, Tensor.true_divide,
+            Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__, Tensor.__truediv__, Tensor.__itruediv__, Tensor.__div__,
+        }
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.KEEPING and len(args) == 2 and not kwargs and torch.is_grad_enabled():
+            x, number = args
+            # An integer would be int64 and promote other tensors than a float does; models multiply by floats.
+            if isinstance(x, Tensor) and isinstance(number, float) and x.requires_grad and x.dim() > 0:
+                args = (x, torch.scalar_tensor(number, dtype=torch.float64))
+        return func(*args, **(kwargs or {}))
+
+
 def current() -> Tracker | None:
     """The innermost active tracker."""
     return _active[-1] if _active else None
+
+
+def numbers_seen() -> AbstractContextManager[Any]:
+    """For forwards that are run again inside backward, where torch has switched function modes off."""
+    tracker = current()
+    return nullcontext() if tracker is None or not tracker.host_rules else _SavedNumbers()
 
 
 @contextmanager

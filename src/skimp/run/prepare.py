@@ -1,0 +1,155 @@
+"""What a session needs before any weight is loaded: the text, the length of the run, the sample's prompt.
+
+Everything that can be refused from the data alone is refused here, so that a wrong row costs seconds and not
+a loaded model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skimp.core.errors import DataError, ModelError
+from skimp.core.schedule import Schedule
+from skimp.data import PreparedText, TextData, prepare
+from skimp.data.vocabulary import check_vocabulary
+from skimp.run.sample import in_child
+from skimp.run.voice import Voice
+
+
+@dataclass(frozen=True)
+class Text:
+    """The text of a run, made ready.
+
+    Attributes:
+        prepared: rows of training and validation.
+        schedule: the learning rate of every step, hence the number of steps.
+        prompt: ids of the sample's prompt and the end token; None without a sample.
+        tokenizer: where the tokenizer is.
+    """
+
+    prepared: PreparedText
+    schedule: Schedule
+    prompt: dict[str, Any] | None
+    tokenizer: Path
+
+
+def prepare_text(recipe: Any, config: dict[str, Any], tokenizer: Path, voice: Voice) -> Text:
+    """Tokenise in a child process what is not in the cache, and settle how long the run is.
+
+    Args:
+        recipe: the run.
+        config: content of the model's HF `config.json`.
+        tokenizer: a folder, tokenizer.json or GGUF file.
+        voice: told of progress, of what became of every row, and of adjustments.
+
+    Raises:
+        DataError: missing, empty or malformed text, or no held-out text to evaluate on.
+        ModelError: the tokenizer does not go with the model, or the sample is longer than its positions.
+    """
+    _check_length_known(recipe)
+    data = text_data(recipe)
+    prompt = _prompt(recipe, config, tokenizer)
+    prepared = prepare(data, tokenizer, vocabulary=config["vocab_size"], progress=voice.reading)
+    for line in prepared.report.lines():
+        voice.say(line)
+    if recipe.eval is not None and prepared.validation is None:
+        raise DataError(
+            "eval: held-out text", "no validation set", instead=["data.validation=0.05", "eval=null"]
+        )
+    schedule = make_schedule(recipe, prepared.rows_per_epoch)
+    if recipe.train.epochs is not None:
+        voice.say(
+            f"{recipe.train.epochs:g} epochs are {schedule.steps} optimizer steps of {recipe.rows_per_step} rows"
+        )
+    if isinstance(recipe.train.warmup, int) and schedule.warmup_steps < recipe.train.warmup:
+        voice.say(
+            f"train.warmup {recipe.train.warmup}: {schedule.warmup_steps}, so that the run reaches its lr"
+        )
+    return Text(prepared, schedule, prompt, tokenizer)
+
+
+def text_data(recipe: Any) -> TextData:
+    """The data room's description of the recipe's text."""
+    data = recipe.data
+    if data.validation is None and data.validation_tokens is not None:
+        raise DataError(
+            f"data.validation_tokens={data.validation_tokens}",
+            "data.validation=null",
+            "null holds nothing out, so the value would be ignored",
+            ["data.validation=0.05", "data.validation_tokens=null"],
+        )
+    return TextData(
+        train=list(data.train),
+        seq_len=data.seq_len,
+        validation=data.validation,
+        validation_tokens=data.validation_tokens,
+        packing=data.packing,
+        too_long=data.too_long,
+        field=data.field,
+        encoding=data.encoding,
+        seed=data.seed,
+        streaming=data.streaming,
+    )
+
+
+def make_schedule(recipe: Any, rows_per_epoch: int | None) -> Schedule:
+    """The learning-rate schedule over the run's optimizer steps.
+
+    `epochs` are counted in whole steps: the rows of a last, smaller step are left out.
+    """
+    train = recipe.train
+    steps = train.steps
+    if steps is None:
+        if rows_per_epoch is None:
+            raise _unknown_length()
+        steps = max(1, int(train.epochs * rows_per_epoch // recipe.rows_per_step))
+    warmup = train.warmup
+    if isinstance(warmup, int) and warmup >= steps:
+        warmup = max(0, steps - 1)  # a shortened run (three steps of the quickstart) still reaches its rate
+    return Schedule(
+        train.lr,
+        steps,
+        train.schedule,
+        warmup,
+        train.min_lr,
+        train.decay if train.decay is not None else 0.2,
+    )
+
+
+def _check_length_known(recipe: Any) -> None:
+    if recipe.train.steps is None and recipe.data.streaming:
+        raise _unknown_length()
+
+
+def _unknown_length() -> DataError:
+    return DataError(
+        "train.epochs of a streamed text",
+        "its length is not known before it was read",
+        "the learning-rate schedule needs the number of steps from the first one on",
+        ["train.steps=…", "data.streaming=false"],
+    )
+
+
+def _prompt(recipe: Any, config: dict[str, Any], tokenizer: Path) -> dict[str, Any] | None:
+    from skimp.recipe.families import max_positions
+
+    if recipe.sample is None:
+        return None
+    found: dict[str, Any] = in_child(str(tokenizer), {"encode": recipe.sample.prompt})
+    if not found["ids"]:
+        raise ModelError(
+            f"sample.prompt {recipe.sample.prompt!r}", "no tokens", "a model needs one token to go on from"
+        )
+    check_vocabulary(max(found["ids"]), found["size"], config["vocab_size"], "sample.prompt")
+    limit, length = max_positions(config), len(found["ids"]) + recipe.sample.tokens
+    if limit is not None and length > limit:
+        raise ModelError(
+            f"sample: {len(found['ids'])} tokens of prompt and {recipe.sample.tokens} more",
+            f"the model has {limit} positions",
+            instead=f"sample.tokens={limit - len(found['ids'])}"
+            if limit > len(found["ids"])
+            else "a shorter sample.prompt",
+        )
+    return found

@@ -1,0 +1,160 @@
+"""The benchmarks' own machinery: a wrong ruler makes every figure wrong."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmarks are scripts that import each other from their own folder."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="VmHWM and its reset are Linux's")
+def test_peak_of_a_child_survives_its_own_reset(tmp_path: Path) -> None:
+    """80 MB held, freed, and the mark set back, as `skimp train` does after planning: the peak must
+    still show it.
+    """
+    import measure
+
+    code = (
+        "import time; a = bytearray(b'x') * 80_000_000; time.sleep(0.6); del a; "
+        "open('/proc/self/clear_refs', 'w').write('5'); time.sleep(0.1); print('done')"
+    )
+    child = measure.watch([sys.executable, "-c", code], tmp_path / "log.txt")
+    small = measure.watch([sys.executable, "-c", "print('small')"], tmp_path / "small.txt")
+    assert (child.code, child.out.strip()) == (0, "done")
+    assert child.peak - small.peak > 70_000_000
+
+
+def test_a_failing_child_is_not_a_figure(tmp_path: Path) -> None:
+    import measure
+
+    child = measure.watch(
+        [sys.executable, "-c", "import sys; print('why'); sys.exit(7)"], tmp_path / "log.txt"
+    )
+    assert child.code == 7
+    with pytest.raises(SystemExit, match="why"):
+        child.check("row")
+    killed = measure.watch([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], tmp_path / "log.txt")
+    assert killed.code == -signal.SIGKILL
+
+
+def test_finished_rows_outlive_a_kill(tmp_path: Path) -> None:
+    import measure
+
+    path = tmp_path / "results.json"
+    measure.Results(path).put(["row", 1, {"b": 2, "a": 1}], {"peak": 3})
+    again = measure.Results(path)
+    assert again.get(["row", 1, {"a": 1, "b": 2}]) == {"peak": 3}
+    assert again.get(["row", 2, {"a": 1, "b": 2}]) is None
+    assert measure.Results(path, fresh=True).get(["row", 1, {"a": 1, "b": 2}]) is None
+
+
+def test_table_and_verdicts() -> None:
+    import measure
+
+    lines = measure.table(["name", "bytes"], [["a", 1], ["longer", 1234]]).splitlines()
+    assert lines == ["| name   | bytes |", "|--------|------:|", "| a      |     1 |", "| longer |  1234 |"]
+    said, good = measure.verdicts([("x", 0.4, "<=", 0.42), ("y", 1.0, ">=", 1.0)])
+    assert good
+    assert all(line.startswith("met") for line in said)
+    said, good = measure.verdicts([("x", float("nan"), "<=", 1.0)])
+    assert not good
+    assert said[0].startswith("MISSED")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_twenty_kills_reach_every_point_and_leave_steps_to_spare(seed: int) -> None:
+    """At least 8 inside saves, each point at least once; by the worst count the run is not over
+    before the last.
+    """
+    import kills
+    from skimp.run.faults import POINTS
+
+    chosen = kills.choose(20, seed)
+    inside = [k.point.split(":") for k in chosen if k.point]
+    assert len(chosen) == 20
+    assert len(inside) == 12
+    assert {point for point, _ in inside} == set(POINTS)
+    assert chosen[0] == kills.Kill("before_rename:2")
+    assert kills.choose(20, seed) == chosen != kills.choose(20, seed + 1)
+    # A save is every second step. A death in a process's n-th save makes at most n saves last: 2 n steps.
+    lasting = sum(2 * _saves(kills, point, int(n)) for point, n in inside)
+    # From outside: those steps, and as many as a machine does within a tenth of a second at 0.1 s a step
+    # and more.
+    lasting += sum(k.steps + 1 for k in chosen if not k.point)
+    assert lasting < 60
+
+
+def _saves(kills: Any, point: str, count: int) -> int:
+    return -(-count // kills.PASSES.get(point, 1))
+
+
+def test_rows_of_both_sides_are_described_once(tmp_path: Path) -> None:
+    """The recipe that hf.py writes is valid, and its schedule is the one HF's side computes."""
+    from hf_work import CLIP, LR, WARMUP, recipe
+    from skimp.recipe import load_recipe
+
+    job = {"model": "smollm2-135m", "text": "pydoc", "seq": 64, "steps": 20, "rows": 4}
+    described = load_recipe(recipe(job, output=str(tmp_path), optimizer="adamw", budget=10**9))
+    assert (described.train.lr, described.train.clip, described.train.warmup) == (LR, CLIP, WARMUP)
+    assert (described.train.weight_decay, described.data.packing, described.eval) == (0.0, False, None)
+    assert described.budget.host == 10**9
+    assert described.rows_per_step == 4
+
+
+def test_halves_are_disjoint_complete_and_seeded() -> None:
+    import resident
+
+    names = list(resident.CASES)
+    calibration, report = resident.halves(names, 3)
+    assert sorted(calibration + report) == sorted(names)
+    assert not set(calibration) & set(report)
+    assert len(report) >= len(calibration) > 0
+    assert resident.halves(names, 3) == (calibration, report)
+
+
+def test_resident_error_is_signed_and_over_the_baseline() -> None:
+    import resident
+
+    row = {"predicted": 1_100, "measured": 1_000, "baseline": 500, "planned_tracked": 400}
+    assert resident.error(row) == pytest.approx(0.2)
+    assert resident.error({**row, "predicted": 950}) == pytest.approx(-0.1)
+    assert resident.fixed_needed(row) == pytest.approx(500 - 408)
+
+
+def test_resident_recipes_are_valid(tmp_path: Path) -> None:
+    import resident
+    from skimp.recipe import load_recipe
+
+    for name in resident.CASES:
+        load_recipe(resident.recipe(name, 2, None, tmp_path))
+
+
+def test_oracle_row_is_equal() -> None:
+    """One cell of the table for real; the others are the benchmark's."""
+    import oracle
+
+    row = oracle.compare("llama", "tied", 40)
+    assert row["equal"], row
+    assert row["simulated"] > 1_000_000
+
+
+@pytest.mark.slow
+def test_a_few_kills_for_real(tmp_path: Path) -> None:
+    """The whole kill benchmark in small, as a process: three deaths, a full disk, twelve steps."""
+    import measure
+
+    script = [sys.executable, str(BENCHMARKS / "kills.py"), "--kills", "3", "--steps", "12", "--seq", "32"]
+    child = measure.watch([*script, "--work", str(tmp_path / "work")], tmp_path / "log.txt")
+    assert child.code == 0, child.out[-3000:]
+    assert "bit-equal after every death" in child.out

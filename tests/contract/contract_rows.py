@@ -1,0 +1,235 @@
+"""The rows of the contract: techniques × model styles, each a real `Run` built from a recipe by `build`.
+
+A technique is a change to the recipe and the exact choices it comes with; a style is a tiny HF config. What every
+row buys is in the `test_contract_*` files beside this one. Adding a technique is adding a line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from skimp.core.batch import Batch
+from skimp.core.exact import ExactChoices
+from skimp.core.memory.oracle import Witness, witness
+from skimp.core.memory.tracker import Tracker
+from skimp.data.synthetic import synthetic_batch
+from skimp.recipe import load_recipe
+from skimp.run.build import Run, build
+from skimp.run.weights import init_scratch
+
+ROWS, SEQ, BLOCKS = 4, 24, 3
+#: Three documents of odd lengths, the second of one token's neighbours only.
+PACKED = (0, 11, 13, SEQ)
+
+_LLAMA = {
+    "hidden_size": 48, "intermediate_size": 104, "num_hidden_layers": BLOCKS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": 131, "bos_token_id": 1,
+    "eos_token_id": 2, "tie_word_embeddings": False,
+}
+
+#: name -> content of config.json
+STYLES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **_LLAMA},
+    "llama-tied": {"model_type": "llama", **_LLAMA, "tie_word_embeddings": True},
+    "gpt2": {
+        "model_type": "gpt2", "n_embd": 48, "n_layer": BLOCKS, "n_head": 4, "n_positions": 512, "vocab_size": 131,
+        "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "qwen2": {"model_type": "qwen2", **_LLAMA},
+    "qwen3": {"model_type": "qwen3", **_LLAMA, "head_dim": 16, "tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral", **_LLAMA, "sliding_window": 7},
+    "gemma2": {
+        "model_type": "gemma2", **_LLAMA, "head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "attn_logit_softcapping": 20.0,
+        "final_logit_softcapping": 15.0, "tie_word_embeddings": True,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Technique:
+    """One line of the table.
+
+    Attributes:
+        exact: keyword arguments of `ExactChoices`; `micro_rows` is the whole step's rows unless given.
+        overrides: recipe keys, "key=value".
+        documents: boundaries of every row, None for one document.
+        base: the technique whose mathematics it shares, None when it changes them.
+        reordered: sums are formed in another order than in `base`, so equal to rounding and not to the bit.
+    """
+
+    exact: dict[str, Any] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+    documents: tuple[int, ...] | None = None
+    base: str | None = None
+    reordered: bool = False
+
+
+TECHNIQUES: dict[str, Technique] = {
+    "plain": Technique(),
+    "recompute": Technique({"recompute": tuple(range(BLOCKS))}, base="plain"),
+    "recompute-some": Technique({"recompute": (0, 2)}, base="plain"),
+    "accumulation": Technique({"micro_rows": 1}, base="plain", reordered=True),
+    "accumulation-uneven": Technique({"micro_rows": 3, "recompute": (1,)}, base="plain", reordered=True),
+    "in-backward": Technique({"in_backward": True}, base="plain"),
+    "no-clip": Technique(overrides=("train.clip=null",)),
+    "in-backward-no-clip": Technique({"in_backward": True}, ("train.clip=null",), base="no-clip"),
+    "in-backward-recompute": Technique({"in_backward": True, "recompute": tuple(range(BLOCKS))}, base="plain"),
+    "chunk": Technique({"loss_chunk": 7}, base="plain", reordered=True),
+    "8-bit": Technique(overrides=("optimizer=adamw8bit",)),
+    "8-bit-in-backward": Technique({"in_backward": True}, ("optimizer=adamw8bit",), base="8-bit"),
+    "bf16": Technique(overrides=("precision=bf16",)),
+    "bf16-8-bit": Technique(overrides=("precision=bf16", "optimizer=adamw8bit")),
+    "bf16-mixed": Technique(overrides=("precision=bf16-mixed",)),
+    "bf16-mixed-recompute": Technique(
+        {"recompute": tuple(range(BLOCKS))}, ("precision=bf16-mixed",), base="bf16-mixed"
+    ),
+    "packing": Technique(documents=PACKED),
+    "packing-accumulation": Technique({"micro_rows": 1}, documents=PACKED, base="packing", reordered=True),
+    "packing-recompute": Technique({"recompute": tuple(range(BLOCKS))}, documents=PACKED, base="packing"),
+    "smoothing-z": Technique(overrides=("train.loss.label_smoothing=0.1", "train.loss.z_loss=0.001")),
+}
+
+
+def recipe_of(technique: Technique, rows: int = ROWS, seq: int = SEQ, **train: Any) -> Any:
+    """A recipe of `rows` rows of `seq` tokens a step, no evaluation."""
+    values = {
+        "model": "tiny", "data": {"train": "pydoc", "seq_len": seq, "validation": None}, "output": "runs/contract",
+        # So small a norm is always reached: a clip that does not act saves a product that a simulation counts.
+        "train": {"steps": 6, "batch_tokens": rows * seq, "lr": 1e-3, "weight_decay": 0.1, "clip": 0.05, **train},
+        "eval": None,
+    }
+    return load_recipe(values, technique.overrides)
+
+
+def exact_of(technique: Technique, rows: int = ROWS) -> ExactChoices:
+    return ExactChoices(**{"micro_rows": rows, **technique.exact})
+
+
+def make_run(
+    technique: str | Technique, style: str | dict[str, Any], *, rows: int = ROWS, seq: int = SEQ, seed: int = 0,
+    simulate: FakeTensorMode | None = None, **train: Any,
+) -> Run:
+    """The run of one cell of the table, seeded weights."""
+    line = TECHNIQUES[technique] if isinstance(technique, str) else technique
+    config = dict(STYLES[style]) if isinstance(style, str) else dict(style)
+    fill = None if simulate is not None else (lambda model: init_scratch(model, seed))
+    return build(recipe_of(line, rows, seq, **train), exact_of(line, rows), config, simulate=simulate, fill=fill)
+
+
+def batch_of(technique: str | Technique, *, rows: int = ROWS, seq: int = SEQ, vocab: int = 131, seed: int = 0) -> Batch:
+    """Random tokens with the technique's documents."""
+    line = TECHNIQUES[technique] if isinstance(technique, str) else technique
+    documents = line.documents if line.documents is None or seq == SEQ else (0, seq // 3, seq - 1, seq)
+    return synthetic_batch(seq, rows, vocab, documents, seed)
+
+
+def simulated_batch(mode: FakeTensorMode, batch: Batch) -> Batch:
+    """The same declared facts without values."""
+    with mode:
+        ids, labels, positions = (torch.zeros(batch.ids.shape, dtype=torch.int64) for _ in range(3))
+        source = torch.zeros(batch.rows, dtype=torch.int64)
+    return Batch(ids, labels, positions, batch.documents, batch.trained, source=source)
+
+
+def at_rest(tracker: Tracker, run: Run, batch: Batch) -> int:
+    """Register what exists before the step; returns its bytes."""
+    tracker.hold((p for _, p in run.parameters()), "weights")
+    tracker.hold(run.model.buffers(), "weights")
+    tracker.hold(state_tensors(run), "optimizer")
+    facts = (batch.ids, batch.labels, batch.positions, batch.weights, batch.source)
+    tracker.hold((t for t in facts if t is not None), "batch")
+    tracker.reset_peak()
+    return tracker.live
+
+
+def state_tensors(run: Run) -> Iterator[Tensor]:
+    for state in run.optimizer.state.values():
+        yield from (v for v in state.values() if isinstance(v, Tensor))
+
+
+@dataclass
+class Measured:
+    """Bytes of two optimizer steps: alive before, peak above that, alive after less before, operators in order."""
+
+    rest: int
+    above: int
+    left: int
+    operators: list[str]
+    tracker: Tracker
+
+
+def watched(run: Run, batch: Batch, steps: int = 2) -> Measured:
+    """Two steps under the tracker; inside a fake mode when the run is simulated.
+
+    The batch is cut before: `Batch.take` counts real labels on the host through numpy, which detaches them first.
+    """
+    tracker = Tracker(operators=True)
+    parts = batch.split(run.exact.micro_rows)
+    with tracker:
+        rest = at_rest(tracker, run, batch)
+        for _ in range(steps):
+            run.stepper.step(parts)
+    return Measured(rest, tracker.peak.total - rest, tracker.live - rest, tracker.operators or [], tracker)
+
+
+def simulated(technique: str, style: str | dict[str, Any], batch: Batch, **shape: Any) -> Measured:
+    """`watched` on a simulated run of the same cell."""
+    mode = FakeTensorMode()
+    run = make_run(technique, style, simulate=mode, **shape)
+    with mode:
+        return watched(run, simulated_batch(mode, batch))
+
+
+def witnessed(call: Callable[[], Any]) -> Witness:
+    """c10's events of one call."""
+    return witness(call)[1]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of the table as three independent counts of the same two steps."""
+
+    simulated: Measured
+    tracked: Measured
+    witness: Witness
+
+
+@lru_cache(maxsize=None)
+def measured(technique: str, style: str, count: int = 1, rows: int = ROWS, seq: int = SEQ) -> Cell:
+    """Simulate, run under the tracker, and run bare under torch's profiler; once per cell and process."""
+    with threads(count):
+        batch = batch_of(technique, rows=rows, seq=seq)
+        fake = simulated(technique, style, batch, rows=rows, seq=seq)
+        real = watched(make_run(technique, style, rows=rows, seq=seq), batch)
+        bare = make_run(technique, style, rows=rows, seq=seq)
+        return Cell(fake, real, witnessed(lambda: [bare.step(batch) for _ in range(2)] and None))
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Run inside with so many of torch's threads."""
+    old = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(old)
+
+
+def train(run: Run, technique: str | Technique, steps: int, first: int = 0, **shape: Any) -> list[float]:
+    """Losses of so many steps, each on a batch of its own."""
+    return [run.step(batch_of(technique, seed=first + i, **shape)).loss for i in range(steps)]
+
+
+def weights(run: Run) -> dict[str, Tensor]:
+    """Copies of all parameters."""
+    return {name: p.detach().clone() for name, p in run.parameters()}

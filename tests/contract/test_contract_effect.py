@@ -1,0 +1,117 @@
+"""Every technique's effect is checked after the first step, and each check fails when its technique does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from contract_rows import BLOCKS, STYLES, TECHNIQUES, batch_of, make_run
+
+import skimp.activations.recompute
+from skimp.core.errors import EffectError
+from skimp.core.gradients import AfterBackward, InBackward
+from skimp.optim.base import UpdateRule
+from skimp.run.build import Run
+from skimp.run.effect import Effect
+
+FAST = [(t, "llama-tied") for t in TECHNIQUES] + [("recompute", "gpt2"), ("in-backward", "gemma2")]
+SLOW = [(t, s) for t in TECHNIQUES for s in STYLES if (t, s) not in FAST]
+
+
+def first_step(technique: str, style: str = "llama", disable: Callable[[Run], None] | None = None) -> None:
+    run = make_run(technique, style)
+    if disable is not None:
+        disable(run)
+    effect = Effect(run)
+    run.step(batch_of(technique))
+    effect.check(run, 1e-3)
+
+
+@pytest.mark.parametrize(("technique", "style"), FAST)
+def test_took_effect(technique: str, style: str) -> None:
+    first_step(technique, style)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("technique", "style"), SLOW)
+def test_took_effect_in_the_whole_table(technique: str, style: str) -> None:
+    first_step(technique, style)
+
+
+def test_mutation_recompute_that_keeps_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keep(run: Any, *args: Any, use_reentrant: bool, preserve_rng_state: bool, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(skimp.activations.recompute, "checkpoint", keep)
+    with pytest.raises(EffectError, match=r"not run again in backward.*layers\.0"):
+        first_step("recompute")
+
+
+def test_mutation_recompute_of_some_blocks_that_wraps_none() -> None:
+    with pytest.raises(EffectError, match="recompute of 2 blocks"):
+        first_step("recompute-some", disable=lambda run: setattr(run, "recompute", None))
+
+
+@pytest.mark.parametrize("technique", ["plain", "8-bit", "bf16", "in-backward"])
+def test_mutation_update_rule_that_moves_nothing(monkeypatch: pytest.MonkeyPatch, technique: str) -> None:
+    monkeypatch.setattr(UpdateRule, "step_parameter", lambda self, p, grad=None: None)
+    with pytest.raises(EffectError, match="optimizer|updates parameters"):
+        first_step(technique)
+
+
+def test_mutation_states_that_are_wider_than_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def widen(run: Run) -> None:
+        for state in run.optimizer.state.values():
+            state["m"] = state["m"].float()
+
+    run = make_run("8-bit", "llama")
+    effect = Effect(run)
+    run.step(batch_of("8-bit"))
+    widen(run)
+    with pytest.raises(EffectError, match="bytes of state"):
+        effect.check(run, 1e-3)
+
+
+def test_mutation_in_backward_that_holds_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run was planned with each gradient freed at once, and gets a delivery that holds them."""
+
+    def hold(run: Run) -> None:
+        run.delivery.close()
+        run.delivery = AfterBackward(run.delivery.parameters.items(), run.optimizer, None, run.delivery.sinks)
+        run.stepper.delivery = run.delivery
+
+    with pytest.raises(EffectError, match="gradients were held until it had ended"):
+        first_step("in-backward-no-clip", disable=hold)
+
+
+def test_mutation_gradients_kept_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run("plain", "llama")
+    effect = Effect(run)
+    run.step(batch_of("plain"))
+    name, parameter = next(iter(run.parameters()))
+    parameter.grad = torch.zeros_like(parameter)
+    with pytest.raises(EffectError, match=name):
+        effect.check(run, 1e-3)
+
+
+def test_mutation_accumulation_that_takes_all_rows_at_once() -> None:
+    def whole(run: Run) -> None:
+        run.step = lambda batch: run.stepper.step([batch])  # type: ignore[method-assign]
+
+    with pytest.raises(EffectError, match="micro-batches of 1"):
+        first_step("accumulation", disable=whole)
+
+
+def test_mutation_clip_that_is_dropped_is_seen_by_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No assertion stands for the clip: the factor is in every step's result and in the metrics."""
+    run = make_run("plain", "llama")
+    assert run.step(batch_of("plain")).clip_scale < 1.0
+    monkeypatch.setattr(InBackward, "_factor", lambda self, norm: 1.0)
+    run = make_run("in-backward", "llama")
+    assert run.step(batch_of("in-backward")).clip_scale == 1.0
+
+
+def test_rows_name_blocks_that_exist() -> None:
+    assert all(max(line.exact.get("recompute", (0,))) < BLOCKS for line in TECHNIQUES.values())
