@@ -40,7 +40,7 @@ def prepare(job: dict[str, Any]) -> None:
 
     from skimp.data import prepare as prepare_text
     from skimp.recipe import load_recipe, resolve_model
-    from skimp.run.session import text_data
+    from skimp.run.prepare import text_data
 
     folder = Path(job["model"])
     if not (folder / "model.safetensors").is_file():
@@ -82,7 +82,7 @@ def _convert(folder: Path) -> None:
     # transformers refuses to save what it read from a GGUF, although the weights are plain float32 by then.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    plain: Any = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     plain.load_state_dict(model.state_dict())
     aside = folder.with_name(folder.name + ".tmp")
     plain.save_pretrained(aside)
@@ -100,7 +100,8 @@ def _texts(folder: Path, seq: int, wanted: int) -> list[str]:
 
     encode = load_tokenizer(str(folder), None).encode
     whole = "\n\n".join(topics[name] for name in sorted(topics))
-    length, begin, found = seq - 1, 0, []
+    found: list[str] = []
+    length, begin = seq - 1, 0
     while len(found) < wanted and begin < len(whole):
         piece = whole[begin : begin + 16 * seq]
         offsets = encode.encode(piece, add_special_tokens=False).offsets
@@ -141,7 +142,8 @@ def trainer(job: dict[str, Any]) -> None:
         total: Any = None
 
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, schedule.factor_at)
+            chosen: Any = optimizer or self.optimizer
+            self.lr_scheduler = LambdaLR(chosen, schedule.factor_at)
             return self.lr_scheduler
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:

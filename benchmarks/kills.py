@@ -255,7 +255,8 @@ def main() -> None:
     if code := alone.run():
         sys.exit(f"the unbroken run ended with exit code {code}:\n{alone.log.read_text()[-2000:]}")
 
-    rows, disk, good = [], ["disk full: never reached"], False
+    rows: list[list[Any]] = []
+    disk, good = ["disk full: never reached"], False
     for index, kill in enumerate(choose(args.kills, args.seed)):
         from_step = subject.newest_step()
         code = subject.run(kill)

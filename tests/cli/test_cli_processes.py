@@ -92,7 +92,10 @@ def test_on_a_terminal_there_is_one_line_of_progress(write_recipe: Callable[...,
     leader, follower = pty.openpty()
     file = write_recipe({"train.steps": 40, "budget": "4GB"})
     process = subprocess.Popen(
-        [*SKIMP, "train", file], stdout=follower, stderr=follower, env={**environment(), "TERM": "xterm"}
+        [*SKIMP, "train", file],
+        stdout=follower,
+        stderr=follower,
+        env={**environment(), "COLUMNS": "80", "TERM": "xterm"},
     )
     os.close(follower)
     seen, end = b"", time.monotonic() + 120
@@ -115,6 +118,7 @@ def test_on_a_terminal_there_is_one_line_of_progress(write_recipe: Callable[...,
         "planned against measured",
     ):
         assert part in text, part
+    assert "…" not in text  # at 80 columns it wraps and cuts nothing
     assert "step 7/40  lr" not in text  # no line a step: those are for pipes
 
 

@@ -1,7 +1,7 @@
 """The rows of the contract: techniques × model styles, each a real `Run` built from a recipe by `build`.
 
-A technique is a change to the recipe and the exact choices it comes with; a style is a tiny HF config. What every
-row buys is in the `test_contract_*` files beside this one. Adding a technique is adding a line here.
+A technique is a change to the recipe and the exact choices it comes with; a style is a tiny HF config. What
+every row buys is in the `test_contract_*` files beside this one. Adding a technique is adding a line here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,9 +30,16 @@ ROWS, SEQ, BLOCKS = 4, 24, 3
 PACKED = (0, 11, 13, SEQ)
 
 _LLAMA = {
-    "hidden_size": 48, "intermediate_size": 104, "num_hidden_layers": BLOCKS, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": 131, "bos_token_id": 1,
-    "eos_token_id": 2, "tie_word_embeddings": False,
+    "hidden_size": 48,
+    "intermediate_size": 104,
+    "num_hidden_layers": BLOCKS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "vocab_size": 131,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
 }
 
 #: name -> content of config.json
@@ -40,16 +47,28 @@ STYLES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_LLAMA},
     "llama-tied": {"model_type": "llama", **_LLAMA, "tie_word_embeddings": True},
     "gpt2": {
-        "model_type": "gpt2", "n_embd": 48, "n_layer": BLOCKS, "n_head": 4, "n_positions": 512, "vocab_size": 131,
-        "bos_token_id": 1, "eos_token_id": 2,
+        "model_type": "gpt2",
+        "n_embd": 48,
+        "n_layer": BLOCKS,
+        "n_head": 4,
+        "n_positions": 512,
+        "vocab_size": 131,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
     },
     "qwen2": {"model_type": "qwen2", **_LLAMA},
     "qwen3": {"model_type": "qwen3", **_LLAMA, "head_dim": 16, "tie_word_embeddings": True},
     "mistral": {"model_type": "mistral", **_LLAMA, "sliding_window": 7},
     "gemma2": {
-        "model_type": "gemma2", **_LLAMA, "head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 7,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "attn_logit_softcapping": 20.0,
-        "final_logit_softcapping": 15.0, "tie_word_embeddings": True,
+        "model_type": "gemma2",
+        **_LLAMA,
+        "head_dim": 12,
+        "query_pre_attn_scalar": 12,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "attn_logit_softcapping": 20.0,
+        "final_logit_softcapping": 15.0,
+        "tie_word_embeddings": True,
     },
 }
 
@@ -82,7 +101,9 @@ TECHNIQUES: dict[str, Technique] = {
     "in-backward": Technique({"in_backward": True}, base="plain"),
     "no-clip": Technique(overrides=("train.clip=null",)),
     "in-backward-no-clip": Technique({"in_backward": True}, ("train.clip=null",), base="no-clip"),
-    "in-backward-recompute": Technique({"in_backward": True, "recompute": tuple(range(BLOCKS))}, base="plain"),
+    "in-backward-recompute": Technique(
+        {"in_backward": True, "recompute": tuple(range(BLOCKS))}, base="plain"
+    ),
     "chunk": Technique({"loss_chunk": 7}, base="plain", reordered=True),
     "8-bit": Technique(overrides=("optimizer=adamw8bit",)),
     "8-bit-in-backward": Technique({"in_backward": True}, ("optimizer=adamw8bit",), base="8-bit"),
@@ -102,9 +123,19 @@ TECHNIQUES: dict[str, Technique] = {
 def recipe_of(technique: Technique, rows: int = ROWS, seq: int = SEQ, **train: Any) -> Any:
     """A recipe of `rows` rows of `seq` tokens a step, no evaluation."""
     values = {
-        "model": "tiny", "data": {"train": "pydoc", "seq_len": seq, "validation": None}, "output": "runs/contract",
-        # So small a norm is always reached: a clip that does not act saves a product that a simulation counts.
-        "train": {"steps": 6, "batch_tokens": rows * seq, "lr": 1e-3, "weight_decay": 0.1, "clip": 0.05, **train},
+        "model": "tiny",
+        "data": {"train": "pydoc", "seq_len": seq, "validation": None},
+        "output": "runs/contract",
+        # So small a norm is always reached: a clip that does not act saves a product that a simulation
+        # counts.
+        "train": {
+            "steps": 6,
+            "batch_tokens": rows * seq,
+            "lr": 1e-3,
+            "weight_decay": 0.1,
+            "clip": 0.05,
+            **train,
+        },
         "eval": None,
     }
     return load_recipe(values, technique.overrides)
@@ -115,17 +146,27 @@ def exact_of(technique: Technique, rows: int = ROWS) -> ExactChoices:
 
 
 def make_run(
-    technique: str | Technique, style: str | dict[str, Any], *, rows: int = ROWS, seq: int = SEQ, seed: int = 0,
-    simulate: FakeTensorMode | None = None, **train: Any,
+    technique: str | Technique,
+    style: str | dict[str, Any],
+    *,
+    rows: int = ROWS,
+    seq: int = SEQ,
+    seed: int = 0,
+    simulate: FakeTensorMode | None = None,
+    **train: Any,
 ) -> Run:
     """The run of one cell of the table, seeded weights."""
     line = TECHNIQUES[technique] if isinstance(technique, str) else technique
     config = dict(STYLES[style]) if isinstance(style, str) else dict(style)
     fill = None if simulate is not None else (lambda model: init_scratch(model, seed))
-    return build(recipe_of(line, rows, seq, **train), exact_of(line, rows), config, simulate=simulate, fill=fill)
+    return build(
+        recipe_of(line, rows, seq, **train), exact_of(line, rows), config, simulate=simulate, fill=fill
+    )
 
 
-def batch_of(technique: str | Technique, *, rows: int = ROWS, seq: int = SEQ, vocab: int = 131, seed: int = 0) -> Batch:
+def batch_of(
+    technique: str | Technique, *, rows: int = ROWS, seq: int = SEQ, vocab: int = 131, seed: int = 0
+) -> Batch:
     """Random tokens with the technique's documents."""
     line = TECHNIQUES[technique] if isinstance(technique, str) else technique
     documents = line.documents if line.documents is None or seq == SEQ else (0, seq // 3, seq - 1, seq)
@@ -158,7 +199,8 @@ def state_tensors(run: Run) -> Iterator[Tensor]:
 
 @dataclass
 class Measured:
-    """Bytes of two optimizer steps: alive before, peak above that, alive after less before, operators in order."""
+    """Bytes of two optimizer steps: alive before, peak above that, alive after less before, operators in
+    order."""
 
     rest: int
     above: int
@@ -170,8 +212,8 @@ class Measured:
 def watched(run: Run, batch: Batch, steps: int = 2) -> Measured:
     """Two steps under the tracker; inside a fake mode when the run is simulated.
 
-    The batch is cut before: `Batch.take` counts real labels on the host through numpy, which detaches them first.
-    """
+    The batch is cut before: `Batch.take` counts real labels on the host through numpy, which detaches them
+    first."""
     tracker = Tracker(operators=True)
     parts = batch.split(run.exact.micro_rows)
     with tracker:
@@ -203,7 +245,7 @@ class Cell:
     witness: Witness
 
 
-@lru_cache(maxsize=None)
+@cache
 def measured(technique: str, style: str, count: int = 1, rows: int = ROWS, seq: int = SEQ) -> Cell:
     """Simulate, run under the tracker, and run bare under torch's profiler; once per cell and process."""
     with threads(count):
@@ -212,6 +254,11 @@ def measured(technique: str, style: str, count: int = 1, rows: int = ROWS, seq: 
         real = watched(make_run(technique, style, rows=rows, seq=seq), batch)
         bare = make_run(technique, style, rows=rows, seq=seq)
         return Cell(fake, real, witnessed(lambda: [bare.step(batch) for _ in range(2)] and None))
+
+
+def bfloat16_instructions() -> bool:
+    """Such CPUs multiply bfloat16 without a float32 detour and allocate less than `aten_cpu` states."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Every technique's effect is checked after the first step, and each check fails when its technique does nothing."""
+"""Every technique's effect is checked after the first step, and each check fails when its technique does
+nothing."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def test_mutation_recompute_of_some_blocks_that_wraps_none() -> None:
 @pytest.mark.parametrize("technique", ["plain", "8-bit", "bf16", "in-backward"])
 def test_mutation_update_rule_that_moves_nothing(monkeypatch: pytest.MonkeyPatch, technique: str) -> None:
     monkeypatch.setattr(UpdateRule, "step_parameter", lambda self, p, grad=None: None)
-    with pytest.raises(EffectError, match="optimizer|updates parameters"):
+    with pytest.raises(EffectError, match=r"optimizer|updates parameters"):
         first_step(technique)
 
 

@@ -1,4 +1,5 @@
-"""Save, a new run, load, go on; twice: losses, weights and every state bit-equal to a run that was never broken."""
+"""Save, a new run, load, go on; twice: losses, weights and every state bit-equal to a run that was never
+broken."""
 
 from __future__ import annotations
 
@@ -17,8 +18,12 @@ from skimp.run.loop import State
 from skimp.run.saving import Saver, open_newest, restore_optimizer, restore_place, weights_from
 
 FAST = [
-    ("8-bit", "gpt2"), ("bf16", "llama-tied"), ("packing-accumulation", "qwen2"), ("in-backward-recompute", "llama"),
-    ("bf16-8-bit", "llama-tied"), ("plain", "gemma2"),
+    ("8-bit", "gpt2"),
+    ("bf16", "llama-tied"),
+    ("packing-accumulation", "qwen2"),
+    ("in-backward-recompute", "llama"),
+    ("bf16-8-bit", "llama-tied"),
+    ("plain", "gemma2"),
 ]
 SLOW = [(t, s) for t in TECHNIQUES for s in STYLES if (t, s) not in FAST]
 

@@ -1,4 +1,5 @@
-"""Each rule of what ATen allocates inside one call, against the c10 allocator's events, on one and on two threads."""
+"""Each rule of what ATen allocates inside one call, against the c10 allocator's events, on one and on two
+threads."""
 
 from __future__ import annotations
 
@@ -27,16 +28,26 @@ def flash(seq: int, dim: int, dtype: torch.dtype, keys: int | None = None) -> Ca
 def flash_backward(seq: int, dim: int, dtype: torch.dtype, strided: bool = False) -> Callable[[], Any]:
     q, k, v = (torch.randn(2, 3, seq, dim, dtype=dtype) for _ in range(3))
     # As the model gives it, laid out (rows, seq, heads, dim); or otherwise, and then copied.
-    g = torch.randn(2, 3, seq, dim, dtype=dtype) if strided else torch.randn(2, seq, 3, dim, dtype=dtype).transpose(1, 2)
+    g = (
+        torch.randn(2, 3, seq, dim, dtype=dtype)
+        if strided
+        else torch.randn(2, seq, 3, dim, dtype=dtype).transpose(1, 2)
+    )
     out, lse = FLASH(q, k, v, 0.0, True)
     return lambda: FLASH_BACKWARD(g, q, k, v, out, lse, 0.0, True)
 
 
-def norm_backward(shape: tuple[int, ...], dtype: torch.dtype, strided: bool, wanted: bool = True) -> Callable[[], Any]:
+def norm_backward(
+    shape: tuple[int, ...], dtype: torch.dtype, strided: bool, wanted: bool = True
+) -> Callable[[], Any]:
     x, width = torch.randn(shape, dtype=dtype), shape[-1]
     weight, bias = torch.ones(width, dtype=dtype), torch.zeros(width, dtype=dtype)
     _, mean, rstd = torch.native_layer_norm(x, [width], weight, bias, 1e-5)
-    g = torch.randn(*shape[:-1], 2 * width, dtype=dtype)[..., ::2] if strided else torch.randn(shape, dtype=dtype)
+    g = (
+        torch.randn(*shape[:-1], 2 * width, dtype=dtype)[..., ::2]
+        if strided
+        else torch.randn(shape, dtype=dtype)
+    )
     masks = [True, wanted, wanted]
     return lambda: torch.ops.aten.native_layer_norm_backward(g, x, [width], mean, rstd, weight, bias, masks)
 
@@ -48,7 +59,9 @@ def embedding_backward(strided: bool) -> Callable[[], Any]:
 
 
 def numbers(*shape: int, dtype: torch.dtype = F32) -> Tensor:
-    return torch.ones(shape, dtype=dtype) if dtype == I64 else torch.randn(shape, dtype=torch.float64).to(dtype)
+    return (
+        torch.ones(shape, dtype=dtype) if dtype == I64 else torch.randn(shape, dtype=torch.float64).to(dtype)
+    )
 
 
 def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -74,15 +87,24 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"mean {dtype}", lambda x=x: x.mean(-1, keepdim=True)
         yield f"sum {dtype} small", lambda x=x: x.sum()
         yield f"sum {dtype} rows", lambda x=x: x.sum(0)
-        yield f"mm {dtype}", lambda x=x, y=x.t(): torch.mm(x, y)
-        yield f"mm {dtype} strided", lambda x=numbers(37, 38, dtype=dtype)[:, ::2], y=x.t(): torch.mm(x, y)
+        turned, spread = x.t(), numbers(37, 38, dtype=dtype)[:, ::2]
+        yield f"mm {dtype}", lambda x=x, y=turned: torch.mm(x, y)
+        yield f"mm {dtype} strided", lambda x=spread, y=turned: torch.mm(x, y)
         yield f"norm {dtype}", lambda x=x: torch.linalg.vector_norm(x)
         big = numbers(300, 200, dtype=dtype)
         yield f"sum {dtype} full", lambda x=big: x.sum()
         yield f"sum {dtype} big rows", lambda x=big: x.sum(1)
     half = numbers(37, 19, dtype=BF16)
     yield "norm bf16 wider", lambda: torch.linalg.vector_norm(half, dtype=F32)
-    for rows, inner, columns in ((64, 32, 64), (37, 19, 37), (24, 48, 104), (100, 7, 100), (5, 7, 300), (16, 16, 16), (1, 16, 48)):
+    for rows, inner, columns in (
+        (64, 32, 64),
+        (37, 19, 37),
+        (24, 48, 104),
+        (100, 7, 100),
+        (5, 7, 300),
+        (16, 16, 16),
+        (1, 16, 48),
+    ):
         for dtype in (BF16, F32):
             a, b = numbers(rows, inner, dtype=dtype), numbers(inner, columns, dtype=dtype)
             bias = numbers(columns, dtype=dtype)

@@ -18,7 +18,13 @@ WHOLE, PACKED = None, ((0, 5, 6, 13), (0, 13), (0, 1, 12, 13))
 
 
 def plain(
-    q: Tensor, k: Tensor, v: Tensor, documents: Any, scale: float | None, window: int | None, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Any,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     """The definition, with an S x S mask: (rows, seq, heads, dim)."""
     rows, heads, seq, dim = q.shape
@@ -65,7 +71,8 @@ def test_equals_the_definition(
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (150, None), (None, 5.0)])
 def test_longer_than_a_block_of_queries(window: int | None, softcap: float | None) -> None:
-    """Windowed attention works in blocks of 128 queries, flash in 32 or 64: 197 is several of each and a rest."""
+    """Windowed attention works in blocks of 128 queries, flash in 32 or 64: 197 is several of each and a
+    rest."""
     q, k, v = inputs(4, 2, seq=197)
     documents = ((0, 130, 197), (0, 197), (0, 64, 65, 197))
     with attention.declared(documents):
@@ -74,7 +81,9 @@ def test_longer_than_a_block_of_queries(window: int | None, softcap: float | Non
     torch.testing.assert_close(out, reference, rtol=1e-11, atol=1e-12)
     upstream = torch.randn_like(out)
     for a, b in zip(
-        torch.autograd.grad(out, (q, k, v), upstream), torch.autograd.grad(reference, (q, k, v), upstream), strict=True
+        torch.autograd.grad(out, (q, k, v), upstream),
+        torch.autograd.grad(reference, (q, k, v), upstream),
+        strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
 
@@ -93,7 +102,9 @@ def test_documents_cannot_see_each_other() -> None:
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (None, 5.0)])
-def test_one_token_against_a_cache_equals_the_last_row_of_the_whole(window: int | None, softcap: float | None) -> None:
+def test_one_token_against_a_cache_equals_the_last_row_of_the_whole(
+    window: int | None, softcap: float | None
+) -> None:
     q, k, v = (t.detach() for t in inputs(6, 2))
     whole, _ = attention.attend(MODULE, q, k, v, None, sliding_window=window, softcap=softcap)
     last, _ = attention.attend(MODULE, q[:, :, -1:], k, v, None, sliding_window=window, softcap=softcap)

@@ -58,7 +58,7 @@ class Recompute:
             context = copy_context()
             return checkpoint(context.run, run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
 
     def remove(self) -> None:
         """Restore the blocks' own forward."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from skimp.cli.show import print_plan
@@ -24,7 +25,8 @@ class Screen(Voice):
         self.progress = Progress(
             TextColumn("{task.description} {task.completed}/{task.total}"),
             BarColumn(bar_width=12),
-            TextColumn("{task.fields[facts]}"),
+            # Wraps in a narrow window, where rich would cut the line and the memory with it.
+            TextColumn("{task.fields[facts]}", table_column=Column(no_wrap=False)),
             console=console,
             transient=True,
             disable=quiet or not console.is_terminal,

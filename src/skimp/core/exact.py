@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from skimp.core.memory.process import Policy
+
 
 @dataclass(frozen=True)
 class ExactChoices:
@@ -15,12 +17,14 @@ class ExactChoices:
         recompute: indices of the blocks that are run again in backward.
         loss_chunk: tokens whose logits exist at once; None for the head's own rule.
         in_backward: update each parameter inside backward and free its gradient.
+        malloc: what the host's allocator does with freed memory (`core.memory.process`); moot on a card.
     """
 
     micro_rows: int
     recompute: tuple[int, ...] = ()
     loss_chunk: int | None = None
     in_backward: bool = False
+    malloc: Policy = "return"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -30,7 +34,8 @@ class ExactChoices:
     def from_dict(cls, values: dict[str, Any]) -> ExactChoices:
         """The inverse of `as_dict`."""
         return cls(
-            int(values["micro_rows"]), tuple(values["recompute"]), values.get("loss_chunk"), bool(values["in_backward"])
+            int(values["micro_rows"]), tuple(values["recompute"]), values.get("loss_chunk"),
+            bool(values["in_backward"]), values.get("malloc", "return"),
         )
 
     def describe(self, blocks: int, rows: int) -> str:

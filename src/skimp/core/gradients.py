@@ -218,7 +218,7 @@ class InBackward(Delivery):
         self._pass = pass_index
         self._seen.clear()
         if pass_index == 0:
-            self._norms.clear()
+            self._norms.clear()  # of a step that was not ended
             self._known = None
 
     def end(self, pass_index: int) -> Delivered | None:
@@ -230,6 +230,7 @@ class InBackward(Delivery):
         if pass_index == 0:
             with torch.no_grad(), scope("workspace", "clip"):
                 norm = self._total(self._norms)
+            self._norms.clear()
             self._known = Delivered(norm, self._factor(norm))
         if pass_index < self.passes - 1:
             return None

@@ -125,7 +125,13 @@ class UpdateRule(torch.optim.Optimizer):
         if "step" not in state:
             state["step"] = 0
             for key, (shape, dtype) in self.state_spec(p.shape, p.dtype).items():
-                state[key] = torch.zeros(shape, dtype=dtype, device=p.device)
+                # Like the parameter, so that the state of a sharded parameter is sharded as it is.
+                like = tuple(shape) == tuple(p.shape)
+                state[key] = (
+                    torch.zeros_like(p, dtype=dtype, requires_grad=False)
+                    if like
+                    else torch.zeros(shape, dtype=dtype, device=p.device)
+                )
         return state
 
     def init_states(self) -> None:

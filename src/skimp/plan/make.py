@@ -6,11 +6,12 @@ from typing import Any
 
 from skimp.core.errors import ModelError
 from skimp.core.exact import ExactChoices
+from skimp.core.memory.process import Policy
 from skimp.core.structure import layers_of
 from skimp.core.units import format_bytes
 from skimp.plan.cost import Rates, probe
 from skimp.plan.offers import offers
-from skimp.plan.places import Places, places
+from skimp.plan.places import RETURN_COST, Places, budgets, places
 from skimp.plan.plan import Alternative, Plan
 from skimp.plan.search import Candidate, Search
 from skimp.run.skeleton import dropout_of
@@ -36,9 +37,9 @@ def make_plan(
     blocks = int(config[layers_of(config)])
     target = "cpu" if where.on_cpu else "cuda"
     rates = _rates(where, recipe.precision)
-    search = Search(recipe, config, blocks, where.tensor_budget(), rates, target)
+    search = Search(recipe, config, blocks, budgets(where, recipe), rates, target)
     profile, found, seconds = search.best()
-    peak = _compared(where, profile.peak_bytes)
+    peak = _compared(where, profile.peak_bytes, profile.exact.malloc)
     disk = _disk(recipe, profile.resting)
     fits = peak <= where.device_budget and disk <= where.disk
     alternatives = [_alternative(c, where, blocks, recipe.rows_per_step) for c in found if c.exact != profile.exact]
@@ -53,8 +54,8 @@ def make_plan(
     )
 
 
-def _compared(where: Places, tracked: int) -> int:
-    return where.resident_peak(tracked) if where.on_cpu else tracked
+def _compared(where: Places, tracked: int, policy: Policy) -> int:
+    return where.resident_peak(tracked, policy) if where.on_cpu else tracked
 
 
 def _rates(where: Places, precision: str) -> Rates:
@@ -85,7 +86,7 @@ def _reasons(search: Search, exact: ExactChoices, where: Places) -> list[str]:
     """What each decision saves against the next larger one, from the extended planes."""
     row = ExactChoices(exact.micro_rows, (), exact.loss_chunk, exact.in_backward)
     extension, blocks, count = search.row(row), search.blocks, len(exact.recompute)
-    budget = format_bytes(search.budget)
+    budget = format_bytes(search.budgets[exact.malloc][0])
     reasons = []
     if count:
         saved = extension.peak(blocks, 0) - extension.peak(blocks - count, count)
@@ -105,15 +106,25 @@ def _reasons(search: Search, exact: ExactChoices, where: Places) -> list[str]:
         reasons.append(f"step in backward{passes}: saves {format_bytes(saved)} of gradients")
     elif search.recipe.exact.in_backward is None:
         reasons.append("gradients held: they fit, and one backward per micro-batch is enough")
+    if where.on_cpu and len(search.budgets) > 1:
+        reuse, back = search.budgets["reuse"][0], search.budgets["return"][0]
+        if exact.malloc == "reuse":
+            reasons.append(f"freed memory is reused: {RETURN_COST - 1:.0%} faster than returning it, and it fits")
+        else:
+            reasons.append(
+                f"freed memory returned to the system: room for {format_bytes(back - reuse)} more tensors, "
+                f"about {RETURN_COST - 1:.0%} slower"
+            )
     return reasons
 
 
 def _alternative(candidate: Candidate, where: Places, blocks: int, rows: int) -> Alternative:
-    peak = _compared(where, candidate.peak)
+    peak = _compared(where, candidate.peak, candidate.exact.malloc)
     exact = candidate.exact
     overrides = (
         f"exact.micro_batch={exact.micro_rows}", f"exact.recompute={len(exact.recompute)}",
         f"exact.in_backward={str(exact.in_backward).lower()}",
+        *([f"exact.malloc={exact.malloc}"] if where.on_cpu else []),
     )
     return Alternative(
         exact.describe(blocks, rows), peak, candidate.seconds, peak <= where.device_budget, True, overrides
@@ -131,8 +142,8 @@ def _notes(recipe: Any, config: dict[str, Any], where: Places, search: Search) -
         notes.append("packed rows are simulated as their costliest split into documents")
     if where.on_cpu:
         notes.append(
-            f"host: process baseline {format_bytes(where.baseline)} measured here; allocator and libraries "
-            f"{format_bytes(where.resident_peak(0) - where.baseline)} + 2 % of tensors"
+            f"host: process baseline {format_bytes(where.baseline)} measured here; what the allocator and libraries add "
+            "is calibrated (docs: memory)"
         )
     if recipe.precision == "bf16":
         notes.append("bf16 gradients of several micro-batches are added in bf16: one rounding per micro-batch")

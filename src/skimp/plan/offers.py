@@ -9,7 +9,7 @@ from typing import Any
 
 from skimp.plan.cost import Rates
 from skimp.plan.extend import extend_line
-from skimp.plan.places import Places
+from skimp.plan.places import Places, budgets
 from skimp.plan.plan import Alternative
 from skimp.plan.search import SMALL_CHUNK, Search
 
@@ -35,7 +35,7 @@ def offers(
         changed = _changed(recipe, change)
         if changed is None:
             continue
-        best = smallest(Search(changed, config, blocks, where.tensor_budget(), rates, target))
+        best = smallest(Search(changed, config, blocks, budgets(where, changed), rates, target))
         peak = where.resident_peak(best[0]) if where.on_cpu else best[0]
         typed = tuple(o.replace("HALF", str(recipe.data.seq_len // 2)) for o in overrides)
         found.append(Alternative(label, peak, best[1], peak <= where.device_budget, False, typed))

@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from skimp.core.errors import RecipeError
-from skimp.core.memory.process import malloc_policy_is_set, resident
+from skimp.core.memory.process import Policy, malloc_policy, resident
 from skimp.core.memory.warm import warm_baseline
 from skimp.core.units import format_bytes
 
-#: Heap rounding, allocator tables and the parts of libraries that first run with real work: fixed bytes.
-SLACK_FIXED = 45_000_000
-#: Small tensors that stay on glibc's heap, page rounding: a share of the tracked peak.
-SLACK_SHARE = 0.02
-#: Without the malloc policy freed tensors stay in the heap; the gap was 300 MB on the quickstart.
-SLACK_NO_POLICY = 300_000_000
+#: What the allocator and libraries add to tracked bytes, per policy: (fixed bytes, share of the tracked peak above
+#: what rests there). Calibrated by benchmarks/resident.py on one half of its configurations, checked on the other.
+SLACK: dict[Policy, tuple[int, float]] = {"return": (60_000_000, 0.02), "reuse": (90_000_000, 0.05)}
+#: Where the policy cannot be set (no glibc), freed tensors stay in the heap; the gap was 300 MB on the quickstart.
+SLACK_NO_POLICY = (300_000_000, 0.05)
+#: Time of a step under "return" against "reuse": fresh pages are mapped and zeroed for every activation.
+RETURN_COST = 1.2
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,30 @@ class Places:
     def on_cpu(self) -> bool:
         return self.device == "cpu"
 
-    def tensor_budget(self) -> int:
+    def tensor_budget(self, policy: Policy = "return") -> int:
         """Tracked bytes that fit: on a CPU the budget less the process's own bytes and the slack."""
         if not self.on_cpu:
             return self.device_budget
-        fixed = SLACK_FIXED if malloc_policy_is_set() else SLACK_NO_POLICY
-        return int((self.device_budget - self.baseline - fixed) / (1 + SLACK_SHARE))
+        fixed, share = _slack(policy)
+        return int((self.device_budget - self.baseline - fixed) / (1 + share))
 
-    def resident_peak(self, tracked: int) -> int:
+    def resident_peak(self, tracked: int, policy: Policy = "return") -> int:
         """Predicted resident bytes of the process for a tracked peak."""
-        fixed = SLACK_FIXED if malloc_policy_is_set() else SLACK_NO_POLICY
-        return self.baseline + fixed + int(tracked * (1 + SLACK_SHARE))
+        fixed, share = _slack(policy)
+        return self.baseline + fixed + int(tracked * (1 + share))
+
+
+def budgets(where: Places, recipe: Any) -> dict[Policy, tuple[int, float]]:
+    """Tracked bytes that fit and the relative time of a step, per allocator policy the recipe allows; one on a card."""
+    if not where.on_cpu or malloc_policy() is None:
+        return {"return": (where.tensor_budget(), 1.0)}
+    pinned: Policy | None = recipe.exact.malloc
+    costs: dict[Policy, float] = {"reuse": 1.0, "return": RETURN_COST}
+    return {p: (where.tensor_budget(p), c) for p, c in costs.items() if pinned in (None, p)}
+
+
+def _slack(policy: Policy) -> tuple[int, float]:
+    return SLACK[policy] if malloc_policy() is not None else SLACK_NO_POLICY
 
 
 def places(recipe: Any, config: dict[str, Any], gpu: str | None = None, memory: int | None = None) -> Places:

@@ -7,12 +7,13 @@ winner is then simulated in full, and the next one tried if the full simulation 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from skimp.core.errors import ConflictError
 from skimp.core.exact import ExactChoices
+from skimp.core.memory.process import Policy
 from skimp.losses import default_rows
 from skimp.plan.cost import Rates
 from skimp.plan.extend import Extension, extend
@@ -40,14 +41,16 @@ class Search:
     Args:
         recipe, config: the run.
         blocks: number of the model's blocks.
-        budget: tracked bytes that fit.
+        budgets: tracked bytes that fit under each allocator policy on offer, and the time of a step under it against
+            the fastest.
         rates, target: the device's.
     """
 
     def __init__(
-        self, recipe: Any, config: dict[str, Any], blocks: int, budget: int, rates: Rates, target: str
+        self, recipe: Any, config: dict[str, Any], blocks: int, budgets: Mapping[Policy, tuple[int, float]],
+        rates: Rates, target: str,
     ) -> None:
-        self.recipe, self.config, self.blocks, self.budget = recipe, config, blocks, budget
+        self.recipe, self.config, self.blocks, self.budgets = recipe, config, blocks, budgets
         self.rates, self.target = rates, target
         self._extensions: dict[ExactChoices, Extension] = {}
 
@@ -100,7 +103,7 @@ class Search:
             if not pinned:
                 found += self._along(self.rows(chunk))
             free = self.recipe.train.clip is None
-            if pinned or (pinned is None and (free or not any(c.peak <= self.budget for c in found))):
+            if pinned or (pinned is None and (free or not any(map(self.fits, found)))):
                 found += self._along(self.rows(chunk, in_backward=True))
         if not found:
             raise ConflictError(
@@ -113,11 +116,11 @@ class Search:
 
     def _smaller_chunks_may_help(self, found: list[Candidate]) -> bool:
         """Smaller chunks save at most one default chunk of logits; when more is missing they are not simulated."""
-        if self.recipe.exact.loss_chunk or any(c.peak <= self.budget for c in found):
+        if self.recipe.exact.loss_chunk or any(map(self.fits, found)):
             return False
         vocab, hidden = int(self.config["vocab_size"]), int(self.config.get("hidden_size", 0) or self.config["n_embd"])
         tokens = self.recipe.train.batch_tokens
-        missing = min(c.peak for c in found) - self.budget if found else 0
+        missing = min(c.peak - self.budgets[c.exact.malloc][0] for c in found) if found else 0
         return missing <= 4 * vocab * default_rows(tokens, hidden, vocab)
 
     def _along(self, rows: Iterator[ExactChoices]) -> list[Candidate]:
@@ -125,15 +128,23 @@ class Search:
         pinned = self.pinned_count()
         for row in rows:
             extension = self.row(row)
-            count = pinned if pinned is not None else extension.fewest_recomputed(self.blocks, self.budget)
-            fits = count is not None
-            count = self.blocks if count is None else count
-            kept = self.blocks - count
-            seconds = self._repeats(row) * extension.seconds.at(kept, count)
-            found.append(Candidate(self.exact(row, count), extension.peak(kept, count), seconds))
+            fits = False
+            for policy, (budget, slower) in self.budgets.items():
+                count = pinned if pinned is not None else extension.fewest_recomputed(self.blocks, budget)
+                fits = fits or count is not None
+                count = self.blocks if count is None else count
+                kept = self.blocks - count
+                seconds = slower * self._repeats(row) * extension.seconds.at(kept, count)
+                exact = replace(self.exact(row, count), malloc=policy)
+                found.append(Candidate(exact, extension.peak(kept, count), seconds))
             if not fits:
                 break
         return found
+
+    def fits(self, candidate: Candidate | MemoryProfile) -> bool:
+        """Whether a candidate's or a profile's peak lies within its policy's budget."""
+        peak = candidate.peak if isinstance(candidate, Candidate) else candidate.peak_bytes
+        return peak <= self.budgets[candidate.exact.malloc][0]
 
     def exact(self, row: ExactChoices, count: int) -> ExactChoices:
         """The row with `count` blocks recomputed, or with the very blocks the recipe pins."""
@@ -164,13 +175,12 @@ class Search:
         Returns:
             (full profile of the choice, all candidates fastest first, predicted seconds of a step).
         """
-        found = sorted(self.candidates(), key=lambda c: (c.peak > self.budget, c.seconds, c.peak))
-        fitting = [c for c in found if c.peak <= self.budget]
-        for candidate in fitting:
+        found = sorted(self.candidates(), key=lambda c: (not self.fits(c), c.seconds, c.peak))
+        for candidate in filter(self.fits, found):
             profile = self.full(candidate.exact)
-            if profile.peak_bytes <= self.budget:
+            if self.fits(profile):
                 return profile, found, candidate.seconds
-        smallest = min(found, key=lambda c: c.peak)
+        smallest = min(found, key=lambda c: c.peak - self.budgets[c.exact.malloc][0])
         # Nothing fits: this run will not be executed, so its equal rounds need not all be simulated.
         return self.full(smallest.exact, short=True), found, smallest.seconds
 

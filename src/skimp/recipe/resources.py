@@ -93,3 +93,8 @@ class Exact(Section):
         default=None,
         description="Step each parameter as soon as its gradient is final, and free the gradient.",
     )
+    malloc: Literal["return", "reuse"] | None = Field(
+        default=None,
+        description="What a CPU run does with freed memory: return gives it back to the system at once (least resident "
+        "memory), reuse keeps blocks under 8 MiB for the next tensor (fastest).",
+    )

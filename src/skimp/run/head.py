@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from skimp.core import attention
 from skimp.core.batch import Batch
+from skimp.core.memory.process import trim
 from skimp.core.memory.tracker import at, scope
-from skimp.core.read import read
+from skimp.core.read import is_simulated, read
 from skimp.core.structure import Structure
 from skimp.losses import linear_cross_entropy, linear_cross_entropy_eval, tied_embedding
 
@@ -96,6 +97,8 @@ class Head:
         with self._cast():
             hidden = self._hidden(batch)
             at("loss head")
+            if not is_simulated(hidden):
+                trim()
             with scope("logits"):
                 return linear_cross_entropy(
                     hidden, self.weight, batch.labels, bias=self.bias, compute_dtype=self._products(), token_weights=batch.weights,

@@ -60,9 +60,8 @@ def prepare_text(recipe: Any, config: dict[str, Any], tokenizer: Path, voice: Vo
         )
     schedule = make_schedule(recipe, prepared.rows_per_epoch)
     if recipe.train.epochs is not None:
-        voice.say(
-            f"{recipe.train.epochs:g} epochs are {schedule.steps} optimizer steps of {recipe.rows_per_step} rows"
-        )
+        rows = recipe.rows_per_step
+        voice.say(f"{recipe.train.epochs:g} epochs are {schedule.steps} optimizer steps of {rows} rows")
     if isinstance(recipe.train.warmup, int) and schedule.warmup_steps < recipe.train.warmup:
         voice.say(
             f"train.warmup {recipe.train.warmup}: {schedule.warmup_steps}, so that the run reaches its lr"

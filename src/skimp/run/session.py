@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from skimp.core.errors import CheckpointError
-from skimp.core.memory.process import give_back, malloc_policy_is_set, reset_peak, resident
+from skimp.core.memory.process import give_back, malloc_policy, reset_peak, resident, set_malloc_policy
 from skimp.core.rng import seed_everything
 from skimp.run.build import Run, build
 from skimp.run.durable import write_json
@@ -138,6 +138,8 @@ def train(
         seed_everything(recipe.train.seed)
 
         # The plan's baseline was measured before any tensor; what planning left goes back to the system.
+        if plan.places.on_cpu:
+            set_malloc_policy(plan.exact.malloc)
         give_back()
         reset_peak()
         started = time.perf_counter()
@@ -230,7 +232,7 @@ def summarise(run: Run, plan: Any, state: State, stopped: str, wall: float) -> d
         "stopped": stopped,
         "wall_seconds": wall,
         "samples": state.samples,
-        "malloc_policy": malloc_policy_is_set(),
+        "malloc_policy": malloc_policy(),
         "plan": plan.as_dict(),
         "optimizer_table": [{**asdict(row), "shape": list(row.shape)} for row in run.optimizer.table()],
         "versions": environment(),
