@@ -71,7 +71,7 @@ class Bench:
         key: list[Any] = [name, turn, self.job, measure.versions(), WARM]
         key += [SETTINGS[name], self._steps(name)] if rival else [budget]
         found = self.results.get(key)
-        beside = found is not None and (found["source"] == self.source or (rival and self.args.reuse_hf))
+        beside = found is not None and (found.get("source") == self.source or (rival and self.args.reuse_hf))
         if not beside:
             print(f"round {turn + 1}: {name} …", file=sys.stderr, flush=True)
             found = self._trainer(name) if rival else self._skimp(name, budget)
@@ -99,11 +99,7 @@ class Bench:
         path.write_text(json.dumps(words), "utf-8")  # JSON is YAML
         child = measure.watch(measure.skimp("train", str(path)), self.work / "log.txt")
         if child.code == 3:
-            return {
-                "refused": next(
-                    (x for x in child.out.splitlines() if x.startswith("skimp: ")), child.out[-300:]
-                )
-            }
+            return {"refused": next((x for x in child.out.splitlines() if x.startswith("skimp: ")), child.out[-300:])}
         child.check(name)
         summary = json.loads((output / "summary.json").read_text("utf-8"))
         steps = [json.loads(x) for x in (output / "metrics.jsonl").read_text("utf-8").splitlines()]
@@ -173,9 +169,7 @@ def apart(found: list[dict[str, dict[str, Any]]], name: str) -> float:
     """Largest difference of a step's loss from HF Trainer's default row, over all rounds; NaN of no
     common step.
     """
-    pairs = [
-        (a, b) for r in found for a, b in zip(r[name].get("losses", []), r[DEFAULT]["losses"], strict=False)
-    ]
+    pairs = [(a, b) for r in found for a, b in zip(r[name].get("losses", []), r[DEFAULT]["losses"], strict=False)]
     return max((abs(a - b) for a, b in pairs), default=float("nan"))
 
 
@@ -242,9 +236,7 @@ def report(found: list[dict[str, dict[str, Any]]], args: argparse.Namespace) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of a row")
     parser.add_argument("--best-steps", type=int, default=6, help="steps of HF's slow best-memory row")
     parser.add_argument("--seq", type=int, default=512, help="tokens in a row")
@@ -252,9 +244,7 @@ def main() -> None:
     parser.add_argument("--fractions", type=float, nargs=2, default=(0.42, 0.60), metavar=("A", "B"),
                         help="budgets of skimp (a) and (b), as parts of HF default's peak")  # fmt: skip
     parser.add_argument("--quickstart-budget", type=int, default=2_000_000_000, help="bytes of the 8-bit row")
-    parser.add_argument(
-        "--work", default="runs/bench-hf", help="folder of the model, the text and finished rows"
-    )
+    parser.add_argument("--work", default="runs/bench-hf", help="folder of the model, the text and finished rows")
     parser.add_argument("--fresh", action="store_true", help="forget finished rows")
     parser.add_argument("--reuse-hf", action="store_true", help="HF's rows may be of an earlier skimp's run")
     parser.add_argument("--json", help="write the figures here as well")

@@ -68,13 +68,9 @@ def choose(number: int, seed: int) -> list[Kill]:
     """
     dice = random.Random(seed)
     injected = -(-number * 3 // 5)
-    points = [p for p in POINTS if p != "before_rename"] + dice.choices(
-        POINTS, k=max(0, injected - len(POINTS))
-    )
+    points = [p for p in POINTS if p != "before_rename"] + dice.choices(POINTS, k=max(0, injected - len(POINTS)))
     points = points[: injected - 1]
-    rest = [
-        Kill(f"{p}:{dice.randint(1, PASSES.get(p, 1) + (p in ('before_write', 'prune')))}") for p in points
-    ]
+    rest = [Kill(f"{p}:{dice.randint(1, PASSES.get(p, 1) + (p in ('before_write', 'prune')))}") for p in points]
     outside = number - injected
     starting = min(2, outside // 2)
     rest += [Kill(delay=dice.uniform(0.5, 3.0)) for _ in range(starting)]
@@ -132,14 +128,8 @@ class Subject:
 
     def run(self, kill: Kill | None = None, file_limit: int | None = None) -> int:
         """Run until it ends or is killed; its exit code, negative for a signal."""
-        env: Mapping[str, str] = (
-            {**os.environ, "SKIMP_FAULT": kill.point} if kill and kill.point else os.environ
-        )
-        limit = (
-            None
-            if file_limit is None
-            else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit,) * 2)
-        )
+        env: Mapping[str, str] = {**os.environ, "SKIMP_FAULT": kill.point} if kill and kill.point else os.environ
+        limit = None if file_limit is None else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit,) * 2)
         before = self.last_step()
         with self.log.open("wb") as out:
             process = subprocess.Popen(
@@ -232,19 +222,13 @@ def compare(subject: Subject, alone: Subject) -> dict[str, bool]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--steps", type=int, default=60, help="optimizer steps of the run, saved every second"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps of the run, saved every second")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seq", type=int, default=128, help="tokens in a row, eight rows a step")
     parser.add_argument("--optimizer", default="adamw8bit", help="update rule, such as adamw")
     parser.add_argument("--seed", type=int, default=0, help="of the random moments")
-    parser.add_argument(
-        "--work", default="runs/bench-kills", help="folder; what an earlier benchmark left is removed"
-    )
+    parser.add_argument("--work", default="runs/bench-kills", help="folder; what an earlier benchmark left is removed")
     parser.add_argument("--json", help="write the figures here as well")
     args = parser.parse_args()
     work = Path(args.work).resolve()
@@ -279,20 +263,14 @@ def main() -> None:
         f"{args.steps} steps, {args.optimizer}, saved every 2; seed {args.seed}; "
         f"{time.monotonic() - begin:.0f} s in all\n{measure.machine()}\n"
     )
-    print(
-        measure.table(["kill", "when", "resumed from", "step reached", "newest complete", "exit code"], rows)
-    )
+    print(measure.table(["kill", "when", "resumed from", "step reached", "newest complete", "exit code"], rows))
     print("\n" + "\n".join(disk) + "\n")
     print("\n".join(f"{'yes' if right else 'NO '} {what}" for what, right in checks.items()))
     good = good and all(checks.values())
     print("\nbit-equal after every death" if good else "\nFAILED")
-    measure.write_json(
-        args.json, {"kills": rows, "disk": disk, "checks": checks, "machine": measure.machine()}
-    )
+    measure.write_json(args.json, {"kills": rows, "disk": disk, "checks": checks, "machine": measure.machine()})
     if not good:
-        print(
-            f"\nlast words of the run:\n{subject.log.read_text('utf-8', 'replace')[-1500:]}", file=sys.stderr
-        )
+        print(f"\nlast words of the run:\n{subject.log.read_text('utf-8', 'replace')[-1500:]}", file=sys.stderr)
     sys.exit(0 if good else 1)
 
 

@@ -177,17 +177,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A Markdown table that also reads well as plain text; numbers to the right."""
     cells = [[str(c) for c in row] for row in rows]
     widths = [max(len(str(h)), *(len(r[i]) for r in cells)) if cells else len(h) for i, h in enumerate(head)]
-    right = [
-        bool(cells) and all(r[i][:1].isdigit() or r[i][:1] in "+-–" for r in cells) for i in range(len(head))
-    ]
+    right = [bool(cells) and all(r[i][:1].isdigit() or r[i][:1] in "+-–" for r in cells) for i in range(len(head))]
 
     def line(row: Sequence[str]) -> str:
         parts = [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)]
         return "| " + " | ".join(parts) + " |"
 
-    rule = (
-        "|" + "|".join("-" * (w + 1) + (":" if r else "-") for w, r in zip(widths, right, strict=True)) + "|"
-    )
+    rule = "|" + "|".join("-" * (w + 1) + (":" if r else "-") for w, r in zip(widths, right, strict=True)) + "|"
     return "\n".join([line(list(head)), rule, *(line(r) for r in cells)])
 
 

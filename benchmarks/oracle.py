@@ -110,14 +110,10 @@ def real(recipe: Any, exact: Any, config: dict[str, Any], documents: tuple[int, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq", type=int, default=96, help="tokens in a row")
     parser.add_argument("--steps", type=int, default=2, choices=[2], help="steps of each witness")
-    parser.add_argument(
-        "--only", default="", help="families or techniques, comma-separated; all unless given"
-    )
+    parser.add_argument("--only", default="", help="families or techniques, comma-separated; all unless given")
     parser.add_argument("--json", help="write the figures here as well")
     args = parser.parse_args()
     wanted = {word for word in args.only.split(",") if word}
@@ -131,9 +127,7 @@ def main() -> None:
         for technique in TECHNIQUES
         if not wanted & set(TECHNIQUES) or technique in wanted
     ]
-    print(
-        f"two optimizer steps of {ROWS} rows of {args.seq} tokens, bytes at the peak\n{measure.machine()}\n"
-    )
+    print(f"two optimizer steps of {ROWS} rows of {args.seq} tokens, bytes at the peak\n{measure.machine()}\n")
     head = ["model", "technique", "simulated", "tracked", "c10 allocator", "difference", ""]
     lines = [
         [r["family"], r["technique"], f"{r['simulated']:,}", f"{r['tracked']:,}", f"{r['c10']:,}",

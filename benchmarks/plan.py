@@ -49,9 +49,7 @@ def case(model: str, repeat: int, seq: int | None, work: Path) -> dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", "--steps", type=int, default=3, help="fresh processes for each model")
     parser.add_argument("--seq", type=int, help="another sequence length for all of them")
     parser.add_argument("--only", choices=list(CASES), help="this model alone")
@@ -69,9 +67,7 @@ def main() -> None:
     ]  # fmt: skip
     head = ["command", "10⁹ parameters", "wall", "least – most", "peak memory", "answer", "planned peak"]
     print(measure.table(head, lines))
-    claims = [
-        (f"{r['model']}: seconds", measure.middle(r["seconds"]), "<=", r["limit"]) for r in rows if r["limit"]
-    ]
+    claims = [(f"{r['model']}: seconds", measure.middle(r["seconds"]), "<=", r["limit"]) for r in rows if r["limit"]]
     claims += [(f"{r['model']}: peak in GB", r["peak"] / 1e9, "<=", MEMORY_LIMIT / 1e9) for r in rows]
     said, good = measure.verdicts(claims)
     print("\n" + "\n".join(said))

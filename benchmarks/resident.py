@@ -85,10 +85,7 @@ def case(name: str, steps: int, seq: int | None, work: Path) -> dict[str, Any]:
     (work / "recipe.yaml").write_text(json.dumps(words), "utf-8")
     child = measure.watch(measure.skimp("train", str(work / "recipe.yaml")), work / "log.txt").check(name)
     found = json.loads((work / "run" / "summary.json").read_text("utf-8"))
-    memory = [
-        json.loads(x)["memory_bytes"]
-        for x in (work / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
-    ]
+    memory = [json.loads(x)["memory_bytes"] for x in (work / "run" / "metrics.jsonl").read_text("utf-8").splitlines()]
     return {
         "name": name, "predicted": found["planned_rss_bytes"], "measured": found["rss_peak_bytes"],
         "whole_process": child.peak, "baseline": found["rss_baseline_bytes"],
@@ -114,16 +111,12 @@ def halves(names: list[str], seed: int) -> tuple[list[str], list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps of a run")
     parser.add_argument("--seq", type=int, help="another sequence length for all of them")
     parser.add_argument("--seed", type=int, default=0, help="of the halves")
     parser.add_argument("--only", default="", help=f"of {', '.join(CASES)}")
-    parser.add_argument(
-        "--work", default="runs/bench-resident", help="folder of the runs and of finished rows"
-    )
+    parser.add_argument("--work", default="runs/bench-resident", help="folder of the runs and of finished rows")
     parser.add_argument("--fresh", action="store_true", help="forget finished rows")
     parser.add_argument("--json", help="write the figures here as well")
     args = parser.parse_args()
@@ -171,9 +164,7 @@ def main() -> None:
         ("worst, in MB", max(off) / 1e6, "<=", 150.0),
     ])  # fmt: skip
     print(f"\nreported half, {len(counted)} runs\n" + "\n".join(said))
-    measure.write_json(
-        args.json, {"rows": rows, "report": report, "verdicts": said, "machine": measure.machine()}
-    )
+    measure.write_json(args.json, {"rows": rows, "report": report, "verdicts": said, "machine": measure.machine()})
     sys.exit(0 if good else 1)
 
 

@@ -38,9 +38,7 @@ def test_peak_of_a_child_survives_its_own_reset(tmp_path: Path) -> None:
 def test_a_failing_child_is_not_a_figure(tmp_path: Path) -> None:
     import measure
 
-    child = measure.watch(
-        [sys.executable, "-c", "import sys; print('why'); sys.exit(7)"], tmp_path / "log.txt"
-    )
+    child = measure.watch([sys.executable, "-c", "import sys; print('why'); sys.exit(7)"], tmp_path / "log.txt")
     assert child.code == 7
     with pytest.raises(SystemExit, match="why"):
         child.check("row")

@@ -81,9 +81,10 @@ def _budget_bar(peak: int, budget: int, top: int) -> Text:
     filled = round(WIDTH * peak / top)
     mark = round(WIDTH * budget / top)
     bar = Text("█" * min(filled, mark), "green" if peak <= budget else "yellow")
-    bar.append("█" * max(0, filled - mark), "red")
     bar.append("░" * max(0, mark - filled), "bright_black")
-    bar.append("▏budget", "bold")
+    bar.append("▏", "bold")
+    bar.append("█" * max(0, filled - mark), "red")
+    bar.append(" budget" if filled <= mark else f" over the budget by {format_bytes(peak - budget)}", "bold")
     return bar
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def declared(documents: Documents | None) -> Iterator[None]:
 @contextmanager
 def target(device: str) -> Iterator[None]:
     """Declare whose kernels a simulation stands for. On "cuda" one variable-length flash call takes all documents,
-    windows and caps; it keeps what the CPU call keeps and splits nothing."""
+    windows and caps; it keeps what the CPU call keeps."""
     token = _target.set(device)
     try:
         yield
@@ -94,7 +95,7 @@ def attend(
             "pass boundaries with skimp.core.attention.declared(...) and set attention dropout to 0",
         )
     if torch.is_autocast_enabled(query.device.type):
-        # Rotary angles are float32, so queries and keys come wider than values: as torch's own attention under autocast.
+        # Rotary angles are float32, so queries and keys come wider than values, as in torch's own.
         query, key, value = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (query, key, value))
     causal = bool(getattr(module, "is_causal", True)) and query.shape[2] > 1
     documents = _documents.get()
@@ -170,4 +171,4 @@ def _pieces(documents: Documents | None, rows: int, seq: int) -> tuple[tuple[int
         return None
     if len(documents) != rows:
         raise ModelError(f"document boundaries for {rows} rows", f"boundaries for {len(documents)} rows")
-    return tuple((r, a, b) for r, d in enumerate(documents) for a, b in zip(d[:-1], d[1:], strict=True))
+    return tuple((r, a, b) for r, d in enumerate(documents) for a, b in pairwise(d))

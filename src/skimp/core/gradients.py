@@ -24,7 +24,6 @@ from skimp.core.memory.tracker import at, classify, scope
 from skimp.core.read import read
 from skimp.core.repeat import rounds
 
-
 #: Numbers per slice of a half-precision norm: 16 MiB of float32 at a time.
 NORM_SLICE = 2**22
 
@@ -67,7 +66,7 @@ class Delivery:
         self.step_index = 0
 
     def sink(self, name: str) -> Tensor | None:
-        """The buffer a loss head adds this weight's gradient into, zeroed at its first use in a step; None if frozen."""
+        """The buffer a loss head adds this weight's gradient into, zeroed at first use in a step; None if frozen."""
         if name not in self.sinks:
             return None
         buffer = self.sinks[name]
@@ -144,7 +143,7 @@ class AfterBackward(Delivery):
     def end(self, pass_index: int) -> Delivered:
         grads: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
-            grad = self.sinks[name] if name in self.sinks else parameter.grad
+            grad = self.sinks.get(name, parameter.grad)
             if grad is not None:
                 grads[name] = grad
         with torch.no_grad(), scope("workspace", "clip"):

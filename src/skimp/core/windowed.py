@@ -7,6 +7,7 @@ the keys it may see; scores live for one block: heads x BLOCK x keys, e.g. 8 x 1
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ def _blocks(
     blocks = []
     for row in range(rows):
         offsets = documents[row] if documents is not None else (0, seq)
-        for start, stop in zip(offsets[:-1], offsets[1:], strict=True):
+        for start, stop in pairwise(offsets):
             first = 0 if past else start
             for q0 in range(start, stop, BLOCK):
                 q1 = min(q0 + BLOCK, stop)

@@ -44,7 +44,7 @@ def make_plan(
     fits = peak <= where.device_budget and disk <= where.disk
     alternatives = [_alternative(c, where, blocks, recipe.rows_per_step) for c in found if c.exact != profile.exact]
     if not fits and offer:
-        alternatives += offers(recipe, config, blocks, where, rates, target)
+        alternatives += offers(recipe, config, blocks, where, rates, target, peak)
     return Plan(
         fits=fits, exact=profile.exact, profile=profile, places=where, peak_bytes=peak, seconds=seconds,
         why=tuple(_reasons(search, profile.exact, where)), alternatives=tuple(alternatives), disk_bytes=disk,
@@ -142,8 +142,8 @@ def _notes(recipe: Any, config: dict[str, Any], where: Places, search: Search) -
         notes.append("packed rows are simulated as their costliest split into documents")
     if where.on_cpu:
         notes.append(
-            f"host: process baseline {format_bytes(where.baseline)} measured here; what the allocator and libraries add "
-            "is calibrated (docs: memory)"
+            f"host: process baseline {format_bytes(where.baseline)} measured here; what the allocator and libraries "
+            "add is calibrated (docs: memory)"
         )
     if recipe.precision == "bf16":
         notes.append("bf16 gradients of several micro-batches are added in bf16: one rounding per micro-batch")

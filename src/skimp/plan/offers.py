@@ -27,9 +27,12 @@ WAYS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
 
 
 def offers(
-    recipe: Any, config: dict[str, Any], blocks: int, where: Places, rates: Rates, target: str
+    recipe: Any, config: dict[str, Any], blocks: int, where: Places, rates: Rates, target: str, least: int
 ) -> list[Alternative]:
-    """Simulate each way at its smallest exact point, so that what is offered is what could be reached."""
+    """Simulate each way at its smallest exact point, so that what is offered is what could be reached.
+
+    A way that does not get below `least`, the smallest exact run, is not offered.
+    """
     found = []
     for label, overrides, change in WAYS:
         changed = _changed(recipe, change)
@@ -39,6 +42,7 @@ def offers(
         peak = where.resident_peak(best[0]) if where.on_cpu else best[0]
         typed = tuple(o.replace("HALF", str(recipe.data.seq_len // 2)) for o in overrides)
         found.append(Alternative(label, peak, best[1], peak <= where.device_budget, False, typed))
+    found = [a for a in found if a.fits or a.peak_bytes < 0.98 * least]
     return sorted(found, key=lambda a: (not a.fits, a.peak_bytes))
 
 

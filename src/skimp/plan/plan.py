@@ -63,7 +63,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """The stable JSON of `skimp plan --json`."""
-        shares = {k: v for k, v in self.profile.peak.by_category.items()}
+        shares = dict(self.profile.peak.by_category)
         device = {
             "name": self.places.device, "budget_bytes": self.places.device_budget, "peak_bytes": self.peak_bytes,
             "tracked_bytes": self.profile.peak_bytes,

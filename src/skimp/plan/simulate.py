@@ -54,18 +54,17 @@ def simulate(
     run = build(recipe, exact, config, simulate=mode)
     meter = CostMeter(rates)
     tracker = Tracker(timeline=timeline, host_rules=target == "cpu", observer=meter)
-    rows = recipe.rows_per_step
-    if micro_batches is not None:
-        rows = min(rows, exact.micro_rows * micro_batches)
-    batch = _batch(mode, rows, recipe, documents)
+    batch = _batch(mode, recipe.rows_per_step, recipe, documents)
     loops = shortened() if short else contextlib.nullcontext()
     with attention.target(target), loops, mode, tracker:
         resting = _resting(tracker, run, batch)
+        # The whole step's rows are there; of its micro-batches so many are run.
+        part = batch if micro_batches is None else batch.take(0, min(batch.rows, exact.micro_rows * micro_batches))
         rest = tracker.live
         tracker.reset_peak()
         for index in range(steps):
             meter.on = index == steps - 1
-            run.step(batch)
+            run.step(part)
         meter.on = False
         peak, places = tracker.peak, dict(tracker.peaks)
         phases = {"train": peak.total}

@@ -101,7 +101,8 @@ class Head:
                 trim()
             with scope("logits"):
                 return linear_cross_entropy(
-                    hidden, self.weight, batch.labels, bias=self.bias, compute_dtype=self._products(), token_weights=batch.weights,
+                    hidden, self.weight, batch.labels, bias=self.bias, compute_dtype=self._products(),
+                    token_weights=batch.weights,
                     normaliser=normaliser, chunk_rows=self.chunk,
                     weight_grad_into=self.sink() if self.sink is not None else None, **self.terms, **self.logits,
                 )

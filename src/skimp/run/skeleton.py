@@ -87,8 +87,10 @@ def skeleton(config: dict[str, Any], dtype: torch.dtype) -> nn.Module:
     described._attn_implementation = attention.register()
     described.use_cache = False
     with _ParametersOnMeta(), no_init_weights(), _default_dtype(dtype):
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(described)](described)
-    model.tie_weights()
+        architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(described)]
+        model: nn.Module = architecture(described)
+    tie: Any = model.tie_weights
+    tie()
     return model.train()
 
 

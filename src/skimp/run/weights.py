@@ -54,14 +54,14 @@ def load_weights(model: nn.Module, source: Path, progress: Progress | None = Non
     filled: set[str] = set()
     reader = _gguf(source, model.config) if source.suffix == ".gguf" else _safetensors(source)
     with torch.no_grad():
-        for name, value in reader:
-            name = name if name in targets else _with_prefix(name, targets)
-            if name is None or name not in targets:
+        for written, value in reader:
+            known = written if written in targets else _with_prefix(written, targets)
+            if known is None:
                 continue
-            target = targets[name]
+            target = targets[known]
             if value.shape != target.shape:
                 raise ModelError(
-                    f"weights of {name} from {source}",
+                    f"weights of {known} from {source}",
                     f"shape {tuple(value.shape)}",
                     f"the config asks for {tuple(target.shape)}",
                     "use the config that belongs to these weights",
@@ -139,7 +139,7 @@ def _gguf(source: Path, config: Any) -> Iterator[tuple[str, Tensor]]:
             if stem.startswith("rope"):  # llama.cpp's precomputed rotary factors; ours come from the config
                 continue
             raise ModelError(f"a tensor of a {config.model_type} model in {source.name}", f"'{tensor.name}'")
-        value = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
+        value = _tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
         value = value.reshape(tuple(int(n) for n in reversed(tensor.shape.tolist())))
         if config.model_type in ("llama", "mistral") and mapped.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if mapped.endswith("q_proj") else config.num_key_value_heads
@@ -147,16 +147,23 @@ def _gguf(source: Path, config: Any) -> Iterator[tuple[str, Tensor]]:
         yield f"{mapped}.{kind}", value
 
 
+def _tensor(array: Any) -> Tensor:
+    """A tensor over a numpy array; one that still maps the file (float32 tensors are not decoded) is copied."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
 def _halves(weight: Tensor, heads: int) -> Tensor:
     """llama.cpp interleaves the two halves of each rotary head (x0, x32, x1, x33, …); HF keeps them apart."""
-    rows = weight.shape[0] // heads
-    return weight.unflatten(0, (heads, rows // 2, 2)).transpose(1, 2).flatten(0, 2)
+    rows, width = weight.shape[0], weight.shape[1:]
+    return weight.view(heads, rows // heads // 2, 2, *width).transpose(1, 2).reshape(rows, *width)
 
 
 def init_scratch(model: nn.Module, seed: int) -> None:
     """The architecture's own random initialisation, from `seed`, without touching the global generator."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
+        initialise: Any = model._init_weights
+        tie: Any = model.tie_weights
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
                 parameter.fill_(1.0 if parameter.dim() == 1 else 0.0)
@@ -164,5 +171,5 @@ def init_scratch(model: nn.Module, seed: int) -> None:
             if isinstance(bias, nn.Parameter):
                 bias.zero_()
         for module in model.modules():
-            model._init_weights(module)
-        model.tie_weights()
+            initialise(module)
+        tie()

@@ -20,11 +20,11 @@ FACTS: list[Facts] = [
     Facts(
         name="step-in-backward",
         kind="step",
-        summary="each parameter moves as soon as its gradient is final, and the gradient is freed; clipping in two passes",
+        summary="each parameter moves as soon as its gradient is final, which is then freed; clipping in two passes",
         where="skimp.core.gradients:InBackward",
         attacks=("gradients",),
         exact=True,
-        saves="4 bytes per parameter in float32 less the largest layer's; two passes (about 1.7 times the time) with clipping",
+        saves="4 bytes per parameter in float32 less the largest layer's; about 1.7 times the time with clipping",
         paper=Paper("Full Parameter Fine-tuning for Large Language Models with Limited Resources", 2023, "2306.09782"),
         needs=("the whole optimizer step as one micro-batch",),
     ),

@@ -24,7 +24,7 @@ SMALL_PRODUCT = 16**3
 
 
 def _scalar(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """A number becomes a float64 or int64 0-d tensor of 8 bytes, and one more in the computing dtype if that differs."""
+    """A number becomes a 0-d float64 or int64 of 8 bytes, and one more in the computing dtype if that differs."""
     if len(args) < 2 or not isinstance(args[0], Tensor):
         return 0
     if isinstance(args[1], Tensor):
