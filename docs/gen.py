@@ -102,9 +102,7 @@ def method_page(facts: Facts, known: Mapping[str, Facts]) -> str:
     }
     if against:
         lines += ["Everything but:", "", "| method | why not | instead |", "|---|---|---|"]
-        lines += [
-            f"| {link(n, known)} | {cell(c.reason)} | {cell(c.instead)} |" for n, c in sorted(against.items())
-        ]
+        lines += [f"| {link(n, known)} | {cell(c.reason)} | {cell(c.instead)} |" for n, c in sorted(against.items())]
     else:
         lines.append("Every other method.")
     lines += ["", "## From Python", "", "```python", import_line(facts.where), "```"]
@@ -172,9 +170,7 @@ def recipe_page(schema: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def sections(
-    schema: Mapping[str, Any], definitions: Mapping[str, Any], above: str = ""
-) -> Iterator[tuple[str, Any]]:
+def sections(schema: Mapping[str, Any], definitions: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted path, schema) of every nested section, depth first."""
     for key, value in schema.get("properties", {}).items():
         section = inner(value, definitions)
@@ -201,13 +197,7 @@ def table(section: Mapping[str, Any], definitions: Mapping[str, Any]) -> list[st
     lines = ["| key | takes | default | effect |", "|---|---|---|---|"]
     for key, value in section.get("properties", {}).items():
         if inner(value, definitions) is not None:
-            default = (
-                "required"
-                if key in required
-                else "null"
-                if value.get("default", 0) is None
-                else "its defaults"
-            )
+            default = "required" if key in required else "null" if value.get("default", 0) is None else "its defaults"
         else:
             default = "required" if key in required else f"`{literal(value.get('default'))}`"
         described = value.get("description") or (inner(value, definitions) or {}).get("description", "")
@@ -228,9 +218,7 @@ def takes(value: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
             found = [takes(option, definitions) for option in value[several]]
             return " or ".join(dict.fromkeys(found))
     kinds = value.get("type", "anything")
-    return " or ".join(
-        one_type(k, value, definitions) for k in ([kinds] if isinstance(kinds, str) else kinds)
-    )
+    return " or ".join(one_type(k, value, definitions) for k in ([kinds] if isinstance(kinds, str) else kinds))
 
 
 def one_type(kind: str, value: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
@@ -241,9 +229,7 @@ def one_type(kind: str, value: Mapping[str, Any], definitions: Mapping[str, Any]
         items = value.get("items") or (value.get("prefixItems") or [None])[0]
         return f"list of {takes(items, definitions)}" if items else "list"
     limits = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
-    found = [
-        f"{sign} {value[key]:g}" for key, sign in limits if key in value and kind in ("integer", "number")
-    ]
+    found = [f"{sign} {value[key]:g}" for key, sign in limits if key in value and kind in ("integer", "number")]
     return names.get(kind, kind) + (f" {', '.join(found)}" if found else "")
 
 

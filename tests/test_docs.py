@@ -91,9 +91,7 @@ def test_a_method_page_shows_conflicts_from_both_sides(gen: ModuleType) -> None:
         paper=Paper("Title", 2024, "2401.00001"),
         conflicts={"two": Conflict("they both own the gradient", "use one after the other")},
     )
-    two = Facts(
-        name="two", kind="step", summary="s", where="skimp.core.units:parse_bytes", attacks=(), exact=True
-    )
+    two = Facts(name="two", kind="step", summary="s", where="skimp.core.units:parse_bytes", attacks=(), exact=True)
     known = {"one": one, "two": two}
     for facts, other in ((one, "two"), (two, "one")):
         page = gen.method_page(facts, known)

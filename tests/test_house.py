@@ -77,13 +77,7 @@ def imports(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
 
 def _called(node: ast.Call) -> str:
     target = node.func
-    return (
-        target.attr
-        if isinstance(target, ast.Attribute)
-        else target.id
-        if isinstance(target, ast.Name)
-        else ""
-    )
+    return target.attr if isinstance(target, ast.Attribute) else target.id if isinstance(target, ast.Name) else ""
 
 
 def package_of(path: Path) -> str:
@@ -183,9 +177,7 @@ def swallowed(tree: ast.AST, path: Path, text: str) -> Iterator[str]:
 
 
 def _is_ellipsis(node: ast.stmt) -> bool:
-    return (
-        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and node.value.value is Ellipsis
-    )
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and node.value.value is Ellipsis
 
 
 def behind_autograd(tree: ast.AST, path: Path, text: str) -> Iterator[str]:
@@ -195,11 +187,7 @@ def behind_autograd(tree: ast.AST, path: Path, text: str) -> Iterator[str]:
             for target in node.targets:
                 if isinstance(target, ast.Attribute) and target.attr == "data" and not _own(target.value):
                     yield f"{short(path)}:{node.lineno}: {ast.unparse(target)} = …"
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr.endswith("_")
-        ):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_"):
             inner = node.func.value
             if isinstance(inner, ast.Attribute) and inner.attr == "data":
                 yield f"{short(path)}:{node.lineno}: {ast.unparse(node.func)}(…)"
@@ -271,9 +259,7 @@ def test_the_house_keeps_the_rule(rule: Rule) -> None:
     assert not found, "\n".join([str(rule.__doc__), *found])
 
 
-@pytest.mark.parametrize(
-    ("rule", "name", "wrong", "right"), SAMPLES, ids=lambda v: getattr(v, "__name__", None)
-)
+@pytest.mark.parametrize(("rule", "name", "wrong", "right"), SAMPLES, ids=lambda v: getattr(v, "__name__", None))
 def test_the_rule_can_fail(rule: Rule, name: str, wrong: str, right: str) -> None:
     path = SRC / "skimp" / name
     assert len(list(rule(ast.parse(wrong), path, wrong))) == 1
@@ -311,14 +297,8 @@ def test_no_path_of_one_machine() -> None:
     for folder in ("src", "tests", "docs", "examples", "benchmarks", ".ci", ".github", "."):
         paths = (ROOT / folder).glob("*") if folder == "." else (ROOT / folder).rglob("*")
         for path in paths:
-            if (
-                path.is_file()
-                and (path.suffix in kinds or path.name in ("run", "Makefile"))
-                and path != Path(__file__)
-            ):
-                for number, line in enumerate(
-                    path.read_text(encoding="utf-8", errors="replace").splitlines(), 1
-                ):
+            if path.is_file() and (path.suffix in kinds or path.name in ("run", "Makefile")) and path != Path(__file__):
+                for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
                     if pattern.search(line):
                         found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
     assert not found, "\n".join(found)
@@ -328,9 +308,7 @@ def test_no_path_of_one_machine() -> None:
 def modules_after(code: str) -> set[str]:
     """The top-level packages a fresh Python holds after running `code`."""
     code += "\nimport sys\nprint(' '.join(sorted({m.partition('.')[0] for m in sys.modules})))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 
@@ -363,9 +341,7 @@ def test_every_method_is_where_the_registry_says() -> None:
 
 def test_no_method_brings_a_heavy_package_along() -> None:
     """The training process holds only what it needs, whichever methods it loads."""
-    held = modules_after(
-        "from skimp.core import registry\nfor name in registry.methods(): registry.load(name)"
-    )
+    held = modules_after("from skimp.core import registry\nfor name in registry.methods(): registry.load(name)")
     assert not held & HEAVY, f"loading the methods imported {sorted(held & HEAVY)}"
 
 

@@ -1,9 +1,9 @@
 """skimp on memory, not on the model: plan, train and hand over large language models on machines that are too small.
 
-    >>> import skimp
-    >>> plan = skimp.plan("examples/quickstart.yaml", budget="2GB")
-    >>> if plan.fits:
-    ...     result = skimp.train("examples/quickstart.yaml", budget="2GB")
+>>> import skimp
+>>> plan = skimp.plan("examples/quickstart.yaml", budget="2GB")
+>>> if plan.fits:
+...     result = skimp.train("examples/quickstart.yaml", budget="2GB")
 """
 
 from __future__ import annotations

@@ -122,11 +122,31 @@ def train_recipe(recipe: Any, *, resume: bool = False, voice: Voice | None = Non
                 "to go on, raise train.steps"
             )
             return done
-        found = plan_recipe(recipe, source)
-        voice.planned(found)
-        refuse_unless_fits(found)
+        settled, found = settle(recipe, source, voice)
         here = source if resume else fetch_model(source)
-        return run_session(recipe, found, here, text, folder, resume=resume, voice=voice)
+        return run_session(settled, found, here, text, folder, resume=resume, voice=voice, asked=recipe)
+
+
+def settle(recipe: Any, source: Any, voice: Voice) -> tuple[Any, Plan]:
+    """The recipe that will run, and its plan. With `auto: approximate` and nothing exact that fits, the first offer
+    that fits is taken, said aloud, and planned anew.
+
+    Raises:
+        DoesNotFit: nothing allowed fits.
+    """
+    from skimp.recipe import load_recipe
+
+    found = plan_recipe(recipe, source)
+    # The text is ready by now, so what would change its rows is offered and never taken.
+    open_to = (a for a in found.alternatives if a.fits and not a.exact and not a.overrides[0].startswith("data."))
+    offered = next(open_to, None)
+    if not found.fits and recipe.auto == "approximate" and offered is not None:
+        voice.say(f"nothing exact fits; auto: approximate takes {' '.join(offered.overrides)} ({offered.label})")
+        recipe = load_recipe(recipe.as_dict(), offered.overrides)
+        found = plan_recipe(recipe, source)
+    voice.planned(found)
+    refuse_unless_fits(found)
+    return recipe, found
 
 
 def _without_download(source: Any, resume: bool) -> Any:
@@ -200,8 +220,7 @@ def refuse_unless_fits(found: Plan) -> None:
         f" ({found.exact.describe(found.blocks, found.rows)})"
     ]
     ways += [
-        f"{' '.join(a.overrides)}: {format_bytes(a.peak_bytes)}"
-        f"{'' if a.fits else ', still too much'}; {a.label}"
+        f"{' '.join(a.overrides)}: {format_bytes(a.peak_bytes)}{'' if a.fits else ', still too much'}; {a.label}"
         for a in found.alternatives
         if not a.exact
     ]

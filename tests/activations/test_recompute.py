@@ -96,11 +96,7 @@ def test_packed_documents_are_recomputed_as_packed(make_tiny: Callable[..., Any]
         ids = torch.arange(20).reshape(1, 20)
         positions = torch.cat([torch.arange(8), torch.arange(12)]).unsqueeze(0)
         with attention.declared(((0, 8, 20),)):
-            loss = (
-                model.model(input_ids=ids, position_ids=positions, use_cache=False)
-                .last_hidden_state.square()
-                .sum()
-            )
+            loss = model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state.square().sum()
         loss.backward()
         found.append([p.grad for p in model.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

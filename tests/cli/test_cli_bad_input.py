@@ -77,9 +77,7 @@ RECIPES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", RECIPES)
-def test_a_bad_recipe(
-    case: str, skimp: Skimp, write_recipe: Callable[..., str], recipe: dict[str, Any]
-) -> None:
+def test_a_bad_recipe(case: str, skimp: Skimp, write_recipe: Callable[..., str], recipe: dict[str, Any]) -> None:
     changes, parts = RECIPES[case]
     refused(skimp("train", write_recipe(changes)), *parts)
     assert not Path(recipe["output"]).exists()
@@ -122,9 +120,7 @@ def test_bad_text(
 
 
 @pytest.mark.usefixtures("plan_once")
-def test_rows_longer_than_seq_len_are_counted_with_the_rule(
-    skimp: Skimp, write_recipe: Callable[..., str]
-) -> None:
+def test_rows_longer_than_seq_len_are_counted_with_the_rule(skimp: Skimp, write_recipe: Callable[..., str]) -> None:
     done = skimp("train", write_recipe({"data.too_long": "truncate", "train.steps": 1}))
     assert done.code == 0
     assert "documents over 32 tokens truncated to 32 tokens" in done.out
@@ -192,19 +188,13 @@ def test_a_bad_model_folder(
 
 # ----------------------------------------------------------------------------------------- run folders
 @pytest.mark.usefixtures("plan_once")
-def test_output_folders(
-    skimp: Skimp, write_recipe: Callable[..., str], recipe: dict[str, Any], tmp_path: Path
-) -> None:
+def test_output_folders(skimp: Skimp, write_recipe: Callable[..., str], recipe: dict[str, Any], tmp_path: Path) -> None:
     """One run, then all that may not be done to its folder; each refusal leaves every byte as it was."""
     file, folder = write_recipe({"train.steps": 2}), recipe["output"]
     assert skimp("train", file).code == 0
 
     def bytes_of() -> dict[str, bytes]:
-        return {
-            str(p): p.read_bytes()
-            for p in sorted(Path(folder).rglob("*"))
-            if p.is_file() and p.name != ".lock"
-        }
+        return {str(p): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file() and p.name != ".lock"}
 
     before = bytes_of()
     refused(skimp("train", file), "another run's folder", "--resume", "output=")
@@ -230,9 +220,7 @@ def test_output_folders(
 
 
 @pytest.mark.usefixtures("plan_once")
-def test_half_written_checkpoints(
-    skimp: Skimp, write_recipe: Callable[..., str], recipe: dict[str, Any]
-) -> None:
+def test_half_written_checkpoints(skimp: Skimp, write_recipe: Callable[..., str], recipe: dict[str, Any]) -> None:
     import skimp.api as api
 
     api.train(write_recipe(), voice=Heard(stop_at=2))

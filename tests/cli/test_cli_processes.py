@@ -57,9 +57,7 @@ def test_signals_to_the_whole_group_save_and_the_command_goes_on(
     """Ctrl-C reaches every process of the terminal's group, the tokenising child of a stream included."""
     changes = {"data.streaming": True, "data.validation": None, "eval": None, "train.steps": 60}
     file = write_recipe(changes)
-    whole = subprocess.run(
-        [*SKIMP, "train", file, f"output={tmp_path / 'whole'}"], env=environment(), check=False
-    )
+    whole = subprocess.run([*SKIMP, "train", file, f"output={tmp_path / 'whole'}"], env=environment(), check=False)
     assert whole.returncode == 0
     process = start("train", file)
     until(process, "step 2/")

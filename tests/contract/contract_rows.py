@@ -101,9 +101,7 @@ TECHNIQUES: dict[str, Technique] = {
     "in-backward": Technique({"in_backward": True}, base="plain"),
     "no-clip": Technique(overrides=("train.clip=null",)),
     "in-backward-no-clip": Technique({"in_backward": True}, ("train.clip=null",), base="no-clip"),
-    "in-backward-recompute": Technique(
-        {"in_backward": True, "recompute": tuple(range(BLOCKS))}, base="plain"
-    ),
+    "in-backward-recompute": Technique({"in_backward": True, "recompute": tuple(range(BLOCKS))}, base="plain"),
     "chunk": Technique({"loss_chunk": 7}, base="plain", reordered=True),
     "8-bit": Technique(overrides=("optimizer=adamw8bit",)),
     "8-bit-in-backward": Technique({"in_backward": True}, ("optimizer=adamw8bit",), base="8-bit"),
@@ -159,14 +157,10 @@ def make_run(
     line = TECHNIQUES[technique] if isinstance(technique, str) else technique
     config = dict(STYLES[style]) if isinstance(style, str) else dict(style)
     fill = None if simulate is not None else (lambda model: init_scratch(model, seed))
-    return build(
-        recipe_of(line, rows, seq, **train), exact_of(line, rows), config, simulate=simulate, fill=fill
-    )
+    return build(recipe_of(line, rows, seq, **train), exact_of(line, rows), config, simulate=simulate, fill=fill)
 
 
-def batch_of(
-    technique: str | Technique, *, rows: int = ROWS, seq: int = SEQ, vocab: int = 131, seed: int = 0
-) -> Batch:
+def batch_of(technique: str | Technique, *, rows: int = ROWS, seq: int = SEQ, vocab: int = 131, seed: int = 0) -> Batch:
     """Random tokens with the technique's documents."""
     line = TECHNIQUES[technique] if isinstance(technique, str) else technique
     documents = line.documents if line.documents is None or seq == SEQ else (0, seq // 3, seq - 1, seq)

@@ -53,9 +53,7 @@ def main(rule: str, rank: int, world: int, store: str, out: str) -> None:
         net(input_ids=mine, labels=mine).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    whole = {
-        n: p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for n, p in net.named_parameters()
-    }
+    whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for n, p in net.named_parameters()}
     state_numbers = sum(
         getattr(v, "_local_tensor", v).numel()
         for s in optimizer.state.values()
@@ -63,9 +61,7 @@ def main(rule: str, rank: int, world: int, store: str, out: str) -> None:
         if torch.is_tensor(v)
     )
     if rank == 0:
-        torch.save(
-            {"weights": {n: w.detach().clone() for n, w in whole.items()}, "state": state_numbers}, out
-        )
+        torch.save({"weights": {n: w.detach().clone() for n, w in whole.items()}, "state": state_numbers}, out)
     if world > 1:
         dist.destroy_process_group()
 

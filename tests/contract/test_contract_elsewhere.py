@@ -57,9 +57,7 @@ def test_plain_loop_with_torchs_scheduler(make_tiny: Callable[..., Any], name: s
 def test_plain_loop_equals_torchs_adamw(make_tiny: Callable[..., Any]) -> None:
     found, expected = make_tiny("llama"), make_tiny("llama")
     ours = plain_loop(found, AdamW(found.named_parameters(), lr=1e-3, weight_decay=0.1))
-    theirs = plain_loop(
-        expected, torch.optim.AdamW(expected.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
-    )
+    theirs = plain_loop(expected, torch.optim.AdamW(expected.parameters(), lr=1e-3, weight_decay=0.1, fused=True))
     assert ours == theirs
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
 
@@ -86,15 +84,11 @@ def test_hugging_face_trainer_takes_it(make_tiny: Callable[..., Any], tmp_path: 
             disable_tqdm=True,
             logging_strategy="no",
         )
-        trainer = transformers.Trainer(
-            model=model, args=arguments, train_dataset=data, optimizers=(make(model), None)
-        )
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data, optimizers=(make(model), None))
         return model, trainer.train().training_loss
 
     model, loss = train(lambda m: RULES[name](m.named_parameters(), lr=1e-3, weight_decay=0.0))
-    other, expected = train(
-        lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
-    )
+    other, expected = train(lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, weight_decay=0.0, fused=True))
     if name == "adamw":
         assert loss == expected
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))

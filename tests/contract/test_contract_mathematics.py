@@ -65,9 +65,7 @@ def same_to_rounding(technique: str, style: str) -> None:
     assert norm == pytest.approx(base_norm, rel=6e-6)
     assert found.keys() == expected.keys()
     for name, grad in expected.items():
-        torch.testing.assert_close(
-            found[name], grad, rtol=0.0, atol=6e-6 * max(1e-3, float(grad.abs().max()))
-        )
+        torch.testing.assert_close(found[name], grad, rtol=0.0, atol=6e-6 * max(1e-3, float(grad.abs().max())))
 
 
 @pytest.mark.parametrize("technique", REORDERED)

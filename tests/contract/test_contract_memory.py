@@ -52,9 +52,7 @@ def test_operators_of_a_simulated_and_a_real_step_are_the_same(technique: str, s
     assert cell.simulated.operators == cell.tracked.operators
 
 
-@pytest.mark.parametrize(
-    ("technique", "style"), [("plain", "llama-tied"), ("recompute", "gpt2"), ("8-bit", "qwen2")]
-)
+@pytest.mark.parametrize(("technique", "style"), [("plain", "llama-tied"), ("recompute", "gpt2"), ("8-bit", "qwen2")])
 def test_bytes_are_equal_on_two_threads_and_at_another_size(technique: str, style: str) -> None:
     check(technique, style, count=2, rows=3, seq=67)
 
@@ -70,9 +68,7 @@ def test_bytes_and_operators_of_the_whole_table(technique: str, style: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(ROWS, SEQ), (3, 203), (2, 509)])
 @pytest.mark.parametrize(("technique", "style"), PROMISED)
-def test_promised_bytes_at_two_thread_counts_and_more_sizes(
-    technique: str, style: str, size: tuple[int, int]
-) -> None:
+def test_promised_bytes_at_two_thread_counts_and_more_sizes(technique: str, style: str, size: tuple[int, int]) -> None:
     for count in (1, 2):
         check(technique, style, count, *size)
 

@@ -37,17 +37,11 @@ def flash_backward(seq: int, dim: int, dtype: torch.dtype, strided: bool = False
     return lambda: FLASH_BACKWARD(g, q, k, v, out, lse, 0.0, True)
 
 
-def norm_backward(
-    shape: tuple[int, ...], dtype: torch.dtype, strided: bool, wanted: bool = True
-) -> Callable[[], Any]:
+def norm_backward(shape: tuple[int, ...], dtype: torch.dtype, strided: bool, wanted: bool = True) -> Callable[[], Any]:
     x, width = torch.randn(shape, dtype=dtype), shape[-1]
     weight, bias = torch.ones(width, dtype=dtype), torch.zeros(width, dtype=dtype)
     _, mean, rstd = torch.native_layer_norm(x, [width], weight, bias, 1e-5)
-    g = (
-        torch.randn(*shape[:-1], 2 * width, dtype=dtype)[..., ::2]
-        if strided
-        else torch.randn(shape, dtype=dtype)
-    )
+    g = torch.randn(*shape[:-1], 2 * width, dtype=dtype)[..., ::2] if strided else torch.randn(shape, dtype=dtype)
     masks = [True, wanted, wanted]
     return lambda: torch.ops.aten.native_layer_norm_backward(g, x, [width], mean, rstd, weight, bias, masks)
 
@@ -59,9 +53,7 @@ def embedding_backward(strided: bool) -> Callable[[], Any]:
 
 
 def numbers(*shape: int, dtype: torch.dtype = F32) -> Tensor:
-    return (
-        torch.ones(shape, dtype=dtype) if dtype == I64 else torch.randn(shape, dtype=torch.float64).to(dtype)
-    )
+    return torch.ones(shape, dtype=dtype) if dtype == I64 else torch.randn(shape, dtype=torch.float64).to(dtype)
 
 
 def calls() -> Iterator[tuple[str, Callable[[], Any]]]:

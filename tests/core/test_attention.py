@@ -54,9 +54,7 @@ def inputs(heads: int, kv: int, seq: int = 13, dtype: torch.dtype = torch.float6
 @pytest.mark.parametrize("window", [None, 1, 4, 13, 40])
 @pytest.mark.parametrize("documents", [WHOLE, PACKED], ids=["whole", "packed"])
 @pytest.mark.parametrize(("heads", "kv"), [(4, 4), (6, 2), (3, 1)])
-def test_equals_the_definition(
-    heads: int, kv: int, documents: Any, window: int | None, softcap: float | None
-) -> None:
+def test_equals_the_definition(heads: int, kv: int, documents: Any, window: int | None, softcap: float | None) -> None:
     q, k, v = inputs(heads, kv)
     upstream = torch.randn(3, 13, heads, 6, dtype=torch.float64)
     with attention.declared(documents):
@@ -102,9 +100,7 @@ def test_documents_cannot_see_each_other() -> None:
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (None, 5.0)])
-def test_one_token_against_a_cache_equals_the_last_row_of_the_whole(
-    window: int | None, softcap: float | None
-) -> None:
+def test_one_token_against_a_cache_equals_the_last_row_of_the_whole(window: int | None, softcap: float | None) -> None:
     q, k, v = (t.detach() for t in inputs(6, 2))
     whole, _ = attention.attend(MODULE, q, k, v, None, sliding_window=window, softcap=softcap)
     last, _ = attention.attend(MODULE, q[:, :, -1:], k, v, None, sliding_window=window, softcap=softcap)

@@ -44,9 +44,7 @@ def test_equal_to_the_whole_with_every_gradient(chunk):
     got, want = chunked(mlp, x, chunk=chunk), mlp(x)
     assert got.shape == want.shape
     pairs = [(got, want)]
-    pairs += zip(
-        torch.autograd.grad(got, every, upstream), torch.autograd.grad(want, every, upstream), strict=True
-    )
+    pairs += zip(torch.autograd.grad(got, every, upstream), torch.autograd.grad(want, every, upstream), strict=True)
     assert max(relative(a, b) for a, b in pairs) < 1e-13
 
 
@@ -57,9 +55,7 @@ def test_one_chunk_is_bit_equal():
     got, want = chunked(mlp, flat, chunk=N), mlp(flat)
     assert torch.equal(got, want)
     upstream = upstream.view(-1, H)
-    for a, b in zip(
-        torch.autograd.grad(got, every, upstream), torch.autograd.grad(want, every, upstream), strict=True
-    ):
+    for a, b in zip(torch.autograd.grad(got, every, upstream), torch.autograd.grad(want, every, upstream), strict=True):
         assert torch.equal(a, b)
 
 
@@ -72,9 +68,7 @@ def test_frozen_parts(frozen):
         p.requires_grad_(frozen == "x" or (frozen == "up" and not name.startswith("up")))
     every = [t for t in (x, *mlp.parameters()) if t.requires_grad]
     got, want = chunked(mlp, x, chunk=10), mlp(x)
-    for a, b in zip(
-        torch.autograd.grad(got, every, upstream), torch.autograd.grad(want, every, upstream), strict=True
-    ):
+    for a, b in zip(torch.autograd.grad(got, every, upstream), torch.autograd.grad(want, every, upstream), strict=True):
         assert relative(a, b) < 1e-13
     with torch.no_grad():
         assert not chunked(mlp, x, chunk=10).requires_grad
@@ -164,10 +158,6 @@ def test_a_parameter_that_is_itself_computed_gets_its_gradient():
     grads = []
     for chunk in (10, None):
         merged = base + a @ b
-        y = (
-            chunked(lambda t, w=merged: torch.tanh(t @ w), x, [merged], chunk)
-            if chunk
-            else torch.tanh(x @ merged)
-        )
+        y = chunked(lambda t, w=merged: torch.tanh(t @ w), x, [merged], chunk) if chunk else torch.tanh(x @ merged)
         grads.append(torch.autograd.grad(y, [x, base, a, b], upstream))
     assert max(relative(p, q) for p, q in zip(*grads, strict=True)) < 1e-13

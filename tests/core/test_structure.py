@@ -55,9 +55,7 @@ def test_every_tested_family_is_read(family: str) -> None:
     assert (found.family, found.hidden, found.vocab, found.heads) == (family, 32, 50, 4)
     assert len(found.blocks) == 3
     assert found.positions == 64
-    assert found.tied == (
-        model.get_submodule(found.head).weight is model.get_submodule(found.embedding).weight
-    )
+    assert found.tied == (model.get_submodule(found.head).weight is model.get_submodule(found.embedding).weight)
     assert found.kv_heads == (4 if family in ("gpt2", "opt") else 2)
     block = model.get_submodule(found.blocks[0])
     matrices = {n for n, m in block.named_modules() if getattr(m, "weight", None) is not None}
@@ -93,12 +91,7 @@ def test_block_names_do_not_match_by_prefix() -> None:
 
 
 def test_softcap_and_logit_scale() -> None:
-    assert (
-        read_structure(
-            skeleton({**CONFIGS["gemma2"], "final_logit_softcapping": 15.0}, torch.float32)
-        ).softcap
-        == 15
-    )
+    assert read_structure(skeleton({**CONFIGS["gemma2"], "final_logit_softcapping": 15.0}, torch.float32)).softcap == 15
     cohere = {**COMMON, "model_type": "cohere", "logit_scale": 0.25}
     assert read_structure(skeleton(cohere, torch.float32)).logit_scale == 0.25
     granite = {**COMMON, "model_type": "granite", "logits_scaling": 8.0}
@@ -116,9 +109,7 @@ def test_tied_parameters_are_trained_once_and_frozen_ones_not() -> None:
 
 
 def test_what_is_no_causal_language_model_is_refused_by_what_is_missing() -> None:
-    with pytest.raises(
-        ModelError, match=r"no a token embedding, no a linear output head|no a token embedding"
-    ):
+    with pytest.raises(ModelError, match=r"no a token embedding, no a linear output head|no a token embedding"):
         read_structure(nn.Sequential(nn.Linear(3, 3)))
     with pytest.raises(ModelError, match="keys hidden_size, model_type"):
         layers_of({"model_type": "strange", "hidden_size": 3})

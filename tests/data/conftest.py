@@ -17,9 +17,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("tokenizer")
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(
-        [" ".join(WORDS)] * 4, vocab_size=300, special_tokens=["<end>"], show_progress=False
-    )
+    bpe.train_from_iterator([" ".join(WORDS)] * 4, vocab_size=300, special_tokens=["<end>"], show_progress=False)
     bpe.save(str(folder / "tokenizer.json"))
     config = {"eos_token": "<end>", "pad_token": "<end>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -166,22 +166,16 @@ def test_b13_packed_loss_is_the_token_weighted_mean_of_the_separate_ones() -> No
              weight: torch.Tensor) -> torch.Tensor:  # fmt: skip
         total = torch.zeros((), dtype=torch.float64)
         for a, b in itertools.pairwise(offsets):
-            hidden = (weight[ids[a:b]] + places[positions[a:b]]).cumsum(0) / torch.arange(1, b - a + 1)[
-                :, None
-            ]
+            hidden = (weight[ids[a:b]] + places[positions[a:b]]).cumsum(0) / torch.arange(1, b - a + 1)[:, None]
             logits = hidden @ weight.T
-            total = total + torch.nn.functional.cross_entropy(
-                logits, labels[a:b], ignore_index=IGNORE, reduction="sum"
-            )
+            total = total + torch.nn.functional.cross_entropy(logits, labels[a:b], ignore_index=IGNORE, reduction="sum")
         return total
 
     lengths = [5, 11, 3]
     packed, _, documents = rows_of(lengths, 23)
     batch = packed.batch([0])
     one = table.clone().requires_grad_()
-    (
-        loss(batch.ids[0], batch.positions[0], batch.labels[0], batch.documents[0], one) / batch.trained
-    ).backward()
+    (loss(batch.ids[0], batch.positions[0], batch.labels[0], batch.documents[0], one) / batch.trained).backward()
     other = table.clone().requires_grad_()
     parts = []
     for tokens in documents:

@@ -87,9 +87,7 @@ def test_counts_and_report(tokenizer_folder: Path, write_jsonl: Callable) -> Non
     json.dumps(report.as_dict())
 
 
-def test_cache_is_used_and_follows_content(
-    tokenizer_folder: Path, write_jsonl: Callable, own_cache: Path
-) -> None:
+def test_cache_is_used_and_follows_content(tokenizer_folder: Path, write_jsonl: Callable, own_cache: Path) -> None:
     path = write_jsonl(TEXTS)
     data = TextData(str(path), seq_len=16)
     first = prepare(data, tokenizer_folder).report.train
@@ -109,9 +107,7 @@ def test_cache_is_used_and_follows_content(
     assert not list((own_cache / "tokens").glob("*.aside-*"))
 
 
-def test_same_size_and_date_but_other_text_right_after_writing(
-    tokenizer_folder: Path, write_jsonl: Callable
-) -> None:
+def test_same_size_and_date_but_other_text_right_after_writing(tokenizer_folder: Path, write_jsonl: Callable) -> None:
     """A change within the same tick of the clock must not be hidden by the remembered hash."""
     path = write_jsonl(["the cat sat"])
     status = path.stat()
@@ -194,9 +190,7 @@ def test_encoding_is_the_way_out(tmp_path: Path, tokenizer_folder: Path, encode:
     assert documents_of(prepared) == [encode("the cat " * 20 + "café")]
 
 
-def test_files_that_are_not_there_or_not_right(
-    tmp_path: Path, tokenizer_folder: Path, write_jsonl: Callable
-) -> None:
+def test_files_that_are_not_there_or_not_right(tmp_path: Path, tokenizer_folder: Path, write_jsonl: Callable) -> None:
     path = write_jsonl(["a"], "train.jsonl")
 
     def refused(source: object, **more: object) -> str:
@@ -258,9 +252,7 @@ def test_hub_rows_are_read_by_a_client_in_the_child(
 def test_vocabulary_of_another_model(tokenizer_folder: Path, write_jsonl: Callable) -> None:
     path = str(write_jsonl(TEXTS))
     for streaming in (False, True):
-        with pytest.raises(
-            ModelError, match=r"a model with 50 token embeddings(.|\n)*the tokenizer has \d+ tokens"
-        ):
+        with pytest.raises(ModelError, match=r"a model with 50 token embeddings(.|\n)*the tokenizer has \d+ tokens"):
             prepare(TextData(path, seq_len=16, streaming=streaming), tokenizer_folder, vocabulary=50)
     prepare(TextData(path, seq_len=16), tokenizer_folder, vocabulary=300)
 
@@ -302,9 +294,7 @@ def test_length_limit_and_padding_inside_a_tokenizer_are_ignored_and_begin_token
     assert prepared.report.begin_token == 1
 
 
-def test_validation_is_disjoint_deterministic_and_stated(
-    tokenizer_folder: Path, write_jsonl: Callable
-) -> None:
+def test_validation_is_disjoint_deterministic_and_stated(tokenizer_folder: Path, write_jsonl: Callable) -> None:
     path = str(write_jsonl([document(i, 5) for i in range(100)]))
 
     def texts(rows: object) -> set[tuple[int, ...]]:
@@ -396,9 +386,7 @@ def test_no_room_is_told_and_leaves_nothing(
     assert list((tmp_path / "tokens").iterdir()) == []
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match="SKIMP_CACHE"):
-        prepare(
-            TextData(str(write_jsonl(TEXTS)), seq_len=16), tokenizer_folder, cache=tmp_path / "file" / "cache"
-        )
+        prepare(TextData(str(write_jsonl(TEXTS)), seq_len=16), tokenizer_folder, cache=tmp_path / "file" / "cache")
 
 
 def test_a_folder_gives_the_tokens_transformers_gives(

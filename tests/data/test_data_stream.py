@@ -166,9 +166,7 @@ def test_b44_streaming_resumes_twice_anywhere(
     """
     one = write_jsonl([document(i, 1 + (i * 7) % 40) for i in range(14)], "s/one.jsonl")
     write_jsonl([document(i, 60 - i) for i in range(20, 24)], "s/two.jsonl")
-    data = TextData(
-        str(one.parent), seq_len=16, packing=packing, too_long=too_long, streaming=True, window_rows=3
-    )
+    data = TextData(str(one.parent), seq_len=16, packing=packing, too_long=too_long, streaming=True, window_rows=3)
     prepared = prepare(data, tokenizer_folder)
 
     def batches(state: dict | None, number: int | None) -> tuple[list[torch.Tensor], dict, object]:
@@ -192,9 +190,7 @@ def test_b44_streaming_resumes_twice_anywhere(
         assert end == last
 
 
-def test_streamed_split_rows_are_those_of_the_stored_text(
-    tokenizer_folder: Path, write_jsonl: Callable
-) -> None:
+def test_streamed_split_rows_are_those_of_the_stored_text(tokenizer_folder: Path, write_jsonl: Callable) -> None:
     path = str(write_jsonl([document(i, 1 + (i * 7) % 40) for i in range(40)]))
     stored = prepare(TextData(path, seq_len=16), tokenizer_folder)
     everything = stored.train.batch(range(len(stored.train)))
@@ -208,9 +204,7 @@ def test_streamed_split_rows_are_those_of_the_stored_text(
         for r in range(everything.rows)
     ]
     assert rows == sorted(expected)
-    assert [tuple(b.ids[0].tolist()) for b in batches] != [
-        e[:16] for e in expected
-    ]  # shuffled within windows
+    assert [tuple(b.ids[0].tolist()) for b in batches] != [e[:16] for e in expected]  # shuffled within windows
 
 
 @pytest.mark.usefixtures("in_process")

@@ -53,10 +53,7 @@ def test_formula_by_hand():
     # bfloat16 storage, products in float32: casts of 64 hidden rows and of the weight (one tile here: V < 4
     # Mi / H), the hidden gradient's float32 sum, and the float32 accumulator of the weight gradient.
     casts = 64 * H * 4 + V * H * 4 + 64 * H * 4
-    assert (
-        chunk_bytes(N, H, V, torch.bfloat16, 64)
-        == held + N * H * 2 + V * H * 4 + 64 * V * 4 + columns + casts
-    )
+    assert chunk_bytes(N, H, V, torch.bfloat16, 64) == held + N * H * 2 + V * H * 4 + 64 * V * 4 + columns + casts
 
 
 def test_what_is_held_after_forward_is_the_two_gradients_and_the_loss():
@@ -102,9 +99,7 @@ def test_tracked_simulated_and_measured_peaks_are_one_number(dtype, reduction):
     def step():
         hidden = torch.zeros(N, H, dtype=dtype, requires_grad=True)
         weight = torch.zeros(V, H, dtype=dtype, requires_grad=True)
-        loss = linear_cross_entropy(
-            hidden, weight, torch.arange(N), chunk_rows=64, softcap=9, reduction=reduction
-        )
+        loss = linear_cross_entropy(hidden, weight, torch.arange(N), chunk_rows=64, softcap=9, reduction=reduction)
         loss.sum().backward()
 
     peaks = []

@@ -40,9 +40,7 @@ def test_tied_gradient_is_embedding_part_plus_head_part(recompute, reduction):
         return torch.tanh(tied_embedding(ids, weight, into) @ mix)
 
     hidden = checkpoint(body, ids, use_reentrant=False) if recompute else body(ids)
-    loss = linear_cross_entropy(
-        hidden, weight, labels, weight_grad_into=into, reduction=reduction, chunk_rows=16
-    )
+    loss = linear_cross_entropy(hidden, weight, labels, weight_grad_into=into, reduction=reduction, chunk_rows=16)
     if reduction == "none":
         loss = loss.sum() / int((labels != -100).sum())
     loss.backward()

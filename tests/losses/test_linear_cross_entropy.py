@@ -28,9 +28,7 @@ OPTIONS = {
 def make(dtype=torch.float64, weight_dtype=None, seed=0, n=N):
     g = torch.Generator().manual_seed(seed)
     hidden = torch.randn(n, H, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
-    weight = (
-        (0.3 * torch.randn(V, H, generator=g, dtype=torch.float64)).to(weight_dtype or dtype).requires_grad_()
-    )
+    weight = (0.3 * torch.randn(V, H, generator=g, dtype=torch.float64)).to(weight_dtype or dtype).requires_grad_()
     bias = torch.randn(V, generator=g, dtype=torch.float64).to(weight_dtype or dtype).requires_grad_()
     labels = torch.randint(0, V, (n,), generator=g)
     labels[::5] = -100
@@ -55,9 +53,7 @@ def test_value_and_gradients_equal_the_definition(options, reduction, rows, weig
     want = reference_cross_entropy(hidden, weight, labels, **kw)
     assert got.shape == want.shape
     # A non-uniform upstream: B07's case under "none".
-    upstream = (
-        torch.arange(N, dtype=torch.float64) - 3 if reduction == "none" else torch.tensor(-1.7).double()
-    )
+    upstream = torch.arange(N, dtype=torch.float64) - 3 if reduction == "none" else torch.tensor(-1.7).double()
     inputs = [hidden, weight, bias]
     # float64: 1e-16 times the length of the sums (V, N); 1e-13 leaves a factor of a few.
     pair = [(x, *torch.autograd.grad(x, inputs, upstream)) for x in (got, want)]
@@ -67,9 +63,7 @@ def test_value_and_gradients_equal_the_definition(options, reduction, rows, weig
 def test_equals_torch_cross_entropy_and_a_batch_keeps_its_shape():
     hidden, weight, _, labels, _ = make()
     want = F.cross_entropy(hidden @ weight.T, labels, label_smoothing=0.1)
-    got = linear_cross_entropy(
-        hidden.view(3, 41, H), weight, labels.view(3, 41), label_smoothing=0.1, chunk_rows=8
-    )
+    got = linear_cross_entropy(hidden.view(3, 41, H), weight, labels.view(3, 41), label_smoothing=0.1, chunk_rows=8)
     pair = [(x, *torch.autograd.grad(x, [hidden, weight])) for x in (got, want)]
     assert difference(*pair) < 1e-13
     each = linear_cross_entropy(hidden.view(3, 41, H), weight, labels.view(3, 41), reduction="none")
@@ -126,9 +120,7 @@ def test_ignored_rows_have_no_loss_and_no_gradient_and_all_ignored_is_zero():
     assert all(torch.count_nonzero(g) == 0 for g in grads)
     custom = torch.where(labels == -100, 3, labels)
     got = linear_cross_entropy(hidden, weight, custom, ignore_index=3)
-    torch.testing.assert_close(
-        got, F.cross_entropy(hidden @ weight.T, custom, ignore_index=3), rtol=1e-13, atol=0
-    )
+    torch.testing.assert_close(got, F.cross_entropy(hidden @ weight.T, custom, ignore_index=3), rtol=1e-13, atol=0)
 
 
 @pytest.mark.parametrize("cuts", [[4, 12, 44, N], [1, 2, N]], ids=["uneven", "short-first"])
@@ -240,9 +232,7 @@ def test_second_backward_is_an_error_or_right_and_double_differentiation_is_an_e
 def test_the_loss_does_not_hold_on_to_logits_without_grad():
     hidden, weight, _, labels, _ = make()
     with torch.no_grad():
-        loss = linear_cross_entropy(
-            hidden, weight, labels, weight_grad_into=torch.zeros(V, H, dtype=torch.float64)
-        )
+        loss = linear_cross_entropy(hidden, weight, labels, weight_grad_into=torch.zeros(V, H, dtype=torch.float64))
     assert not loss.requires_grad
     torch.testing.assert_close(loss, reference_cross_entropy(hidden, weight, labels).detach())
 

@@ -29,8 +29,7 @@ def in_form(form, operator="adamw8bit"):
 def sample_gradients(shape, count, dtype=torch.float32, seed=0):
     g = torch.Generator().manual_seed(seed)
     return [
-        (torch.randn(shape, generator=g) * torch.exp(torch.randn(shape, generator=g))).to(dtype)
-        for _ in range(count)
+        (torch.randn(shape, generator=g) * torch.exp(torch.randn(shape, generator=g))).to(dtype) for _ in range(count)
     ]
 
 

@@ -29,9 +29,7 @@ def make(rule, seed=0, lr=1e-2, **more):
     """A tiny model, of which 5,151 elements (a short last block) get coded state, and its optimizer."""
     cls, dtype, options = RULES[rule]
     torch.manual_seed(seed)
-    model = nn.Sequential(
-        nn.Linear(101, 51, dtype=dtype), nn.LayerNorm(51, dtype=dtype), nn.Linear(51, 3, dtype=dtype)
-    )
+    model = nn.Sequential(nn.Linear(101, 51, dtype=dtype), nn.LayerNorm(51, dtype=dtype), nn.Linear(51, 3, dtype=dtype))
     groups = decay_groups(model.named_parameters(), 0.1)
     return model, cls(groups, lr=lr, **options, **more)
 
@@ -114,9 +112,7 @@ def test_state_bytes_are_what_is_allocated_and_what_is_simulated(rule):
         n for n, p in model.named_parameters() if p.ndim < 2
     ]
     for name, p in model.named_parameters():
-        held = sum(
-            t.untyped_storage().nbytes() for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)
-        )
+        held = sum(t.untyped_storage().nbytes() for t in optimizer.state[p].values() if isinstance(t, torch.Tensor))
         assert held == optimizer.state_bytes(p.shape, p.dtype) == rows[name].state_bytes
         assert rows[name].weight_decay == (0.1 if p.ndim > 1 else 0.0)
         assert rows[name].lr == 1e-2

@@ -57,9 +57,7 @@ def extension(described: Any, row: ExactChoices, config: dict[str, Any]) -> Exte
     return extend(small)
 
 
-def full(
-    described: Any, row: ExactChoices, config: dict[str, Any], blocks: int, recomputed: int
-) -> MemoryProfile:
+def full(described: Any, row: ExactChoices, config: dict[str, Any], blocks: int, recomputed: int) -> MemoryProfile:
     exact = replace(row, recompute=tuple(range(recomputed)))
     return simulate(described, exact, config, steps=2, blocks=blocks)
 

@@ -145,9 +145,7 @@ def test_json_has_the_stable_keys_and_plain_types(folder: Path) -> None:
         assert isinstance(found["peak_bytes"], int)
         assert found["predicted_step_seconds"] > 0
         assert {"micro_rows", "recompute", "loss_chunk", "in_backward"} <= set(found["chosen"])
-        assert {"label", "peak_bytes", "seconds", "fits", "exact", "overrides"} <= set(
-            found["alternatives"][0]
-        )
+        assert {"label", "peak_bytes", "seconds", "fits", "exact", "overrides"} <= set(found["alternatives"][0])
         assert all(isinstance(v, int) and v >= 0 for v in found["by_category"].values())
 
 

@@ -159,9 +159,7 @@ def test_a_cached_repository_is_pinned_to_its_commit(tmp_path: Path) -> None:
     assert fetch_model(source) == source
 
 
-def test_fetching_asks_for_safetensors_at_the_pinned_revision(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fetching_asks_for_safetensors_at_the_pinned_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     snapshot = folder(tmp_path / "snapshots")
 
@@ -174,9 +172,7 @@ def test_fetching_asks_for_safetensors_at_the_pinned_revision(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     source = fetch_model(resolve_model("llama-3-8b"))
     assert source.weights == source.tokenizer == snapshot
-    assert asked == [
-        ("meta-llama/Meta-Llama-3-8B", None, [*hub_module.MODEL_FILES, *hub_module.TOKENIZER_FILES])
-    ]
+    assert asked == [("meta-llama/Meta-Llama-3-8B", None, [*hub_module.MODEL_FILES, *hub_module.TOKENIZER_FILES])]
     assert not any("bin" in pattern or "pt" in pattern.split("*") for pattern in asked[0][2])
     (snapshot / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="pickled weights can run code"):

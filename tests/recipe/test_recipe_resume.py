@@ -70,9 +70,7 @@ def test_mathematics_may_not_change(raw: dict[str, Any], change: str) -> None:
 
 
 @pytest.mark.parametrize("change", FREE)
-def test_how_and_how_long_may_change_and_it_says_which_value_is_used(
-    raw: dict[str, Any], change: str
-) -> None:
+def test_how_and_how_long_may_change_and_it_says_which_value_is_used(raw: dict[str, Any], change: str) -> None:
     old = load_recipe(raw, ["train.steps=20"])
     new = load_recipe(raw, ["train.steps=20", change])
     assert fingerprint(old) == fingerprint(new)
@@ -108,9 +106,7 @@ def test_shorter_is_refused(raw: dict[str, Any]) -> None:
 
 def test_every_changed_key_is_named(raw: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError) as caught:
-        may_change_on_resume(
-            load_recipe(raw), load_recipe(raw, ["train.lr=1e-3", "data.seed=7", "budget=1GB"])
-        )
+        may_change_on_resume(load_recipe(raw), load_recipe(raw, ["train.lr=1e-3", "data.seed=7", "budget=1GB"]))
     message = str(caught.value)
     assert "train.lr: 2e-05 -> 0.001" in message
     assert "data.seed: 0 -> 7" in message

@@ -81,9 +81,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("tiny")
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(
-        [" ".join(WORDS)] * 4, vocab_size=300, special_tokens=["<end>"], show_progress=False
-    )
+    bpe.train_from_iterator([" ".join(WORDS)] * 4, vocab_size=300, special_tokens=["<end>"], show_progress=False)
     bpe.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
     torch.manual_seed(0)
@@ -155,9 +153,7 @@ def plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
             _PLANS["first"] = _PLANS[key] = real(recipe, source, **options)
         if key not in _PLANS:
             pins = recipe.exact
-            exact = ExactChoices(
-                pins.micro_batch, tuple(range(pins.recompute)), pins.loss_chunk, pins.in_backward
-            )
+            exact = ExactChoices(pins.micro_batch, tuple(range(pins.recompute)), pins.loss_chunk, pins.in_backward)
             profile = simulate(recipe, exact, source.config)
             _PLANS[key] = replace(_PLANS["first"], exact=exact, profile=profile)
         return _PLANS[key]

@@ -31,9 +31,7 @@ META = {
 
 
 def put(root: Path, step: int, keep: int = 2, **kwargs) -> Path:
-    return save(
-        root, step, {"model": [("w", torch.full((3, 2), float(step)))]}, {"s": step}, keep=keep, **kwargs
-    )
+    return save(root, step, {"model": [("w", torch.full((3, 2), float(step)))]}, {"s": step}, keep=keep, **kwargs)
 
 
 def steps(root: Path) -> list[str]:
@@ -48,9 +46,7 @@ def test_two_round_trips_are_bit_equal_in_every_dtype(tmp_path: Path) -> None:
     first = {"model": awkward_tensors(0), "optimizer": awkward_tensors(1)}
     save(tmp_path / "one", 20, {g: t.items() for g, t in first.items()}, META, keep=1)
     with load(latest(tmp_path / "one")) as back:
-        second = {
-            group: {name: back.read(group, name) for name in back.names(group)} for group in back.groups
-        }
+        second = {group: {name: back.read(group, name) for name in back.names(group)} for group in back.groups}
         assert (back.step, back.meta) == (20, META)
         meta = back.meta
     save(tmp_path / "two", 20, {g: t.items() for g, t in second.items()}, meta, keep=1)
@@ -112,9 +108,7 @@ def test_a_tied_target_needs_one_of_its_names_and_one_saved_value(tmp_path: Path
     path = save(tmp_path / "once", 1, {"model": [("embed", torch.ones(2))]}, {}, keep=1)
     load(path).read_all("model", [("head", target), ("embed", target)])
     assert torch.equal(target, torch.ones(2))
-    path = save(
-        tmp_path / "apart", 1, {"model": [("embed", torch.ones(2)), ("head", torch.zeros(2))]}, {}, keep=1
-    )
+    path = save(tmp_path / "apart", 1, {"model": [("embed", torch.ones(2)), ("head", torch.zeros(2))]}, {}, keep=1)
     with pytest.raises(CheckpointError, match="one tied tensor in the run, two tensors in the checkpoint"):
         load(path).read_all("model", [("head", target), ("embed", target)])
 
@@ -178,9 +172,7 @@ def test_saving_a_step_again_replaces_it_and_keeps_it_best(tmp_path: Path) -> No
     assert steps(tmp_path) == ["step-00000001"]
 
 
-def test_latest_passes_over_what_is_damaged_and_names_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_latest_passes_over_what_is_damaged_and_names_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert latest(tmp_path / "absent") is None
     assert latest(tmp_path) is None
     for step in (1, 2, 3):
@@ -339,9 +331,7 @@ def test_iterables_are_walked_once_and_late_tensors_made_late(tmp_path: Path) ->
         assert [float(back.read("optimizer", f"w{i}").numpy()[0]) for i in range(3)] == [1.0, 2.0, 3.0]
 
 
-def test_an_older_one_that_cannot_be_removed_is_told_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch, caplog
-) -> None:
+def test_an_older_one_that_cannot_be_removed_is_told_and_the_run_goes_on(tmp_path: Path, monkeypatch, caplog) -> None:
     """Halfway through a removal the folder is already unmarked: seen as incomplete, not as damaged."""
     old, remove_tree = put(tmp_path, 1), shutil.rmtree
 

@@ -101,9 +101,7 @@ def disabled(patch: pytest.MonkeyPatch, run: Run) -> dict[str, Callable[[], None
 @pytest.mark.parametrize(
     "what", ["recompute", "micro-batches", "moves the parameters", "gradients freed", "bytes of state"]
 )
-def test_what_is_disabled_is_named(
-    what: str, recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_disabled_is_named(what: str, recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     eight = {"optimizer": "adamw8bit"} if what == "bytes of state" else {}
     run = make(recipe, HELD, **eight)
     disabled(monkeypatch, run)[what]()
@@ -112,18 +110,14 @@ def test_what_is_disabled_is_named(
         checked(run)
 
 
-def test_gradients_that_outlive_backward_are_named(
-    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_that_outlive_backward_are_named(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "InBackward", AfterBackward)
     run = make(recipe, IN_BACKWARD)
     with pytest.raises(EffectError, match=r"stepping in backward\n.*gradients were held until it had ended"):
         checked(run)
 
 
-def test_most_parameters_must_move_not_just_one(
-    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_most_parameters_must_move_not_just_one(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     run = make(recipe, HELD)
     plain = run.optimizer.step_parameter
 
@@ -135,9 +129,7 @@ def test_most_parameters_must_move_not_just_one(
         checked(run)
 
 
-def test_bf16_updates_that_are_rounded_away_are_named(
-    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bf16_updates_that_are_rounded_away_are_named(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """4e-5 is a third of the distance of bfloat16 numbers near 0.02: rounded to nearest, it is lost."""
     run = make(recipe, HELD, precision="bf16")
     lr = 4e-5

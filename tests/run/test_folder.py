@@ -95,9 +95,7 @@ def test_a_changed_recipe_is_refused_by_key_with_both_values(tmp_path: Path) -> 
             resume=True,
             may_change=["train.steps", "eval"],
         )
-    assert "lr: was 2e-05, now 0.001; seed: was absent, now 1; shape: was [3, 4], now absent" in str(
-        caught.value
-    )
+    assert "lr: was 2e-05, now 0.001; seed: was absent, now 1; shape: was [3, 4], now absent" in str(caught.value)
     assert "free to change are: train.steps, eval" in str(caught.value)
     claim(tmp_path, PRINT, resume=True).close()  # the refusal let go of the lock
 

@@ -37,9 +37,7 @@ def test_we_read_the_library_s_file(tmp_path: Path) -> None:
 
 
 def test_every_tensor_starts_at_a_multiple_of_its_item_size(tmp_path: Path) -> None:
-    write(
-        tmp_path / "f", {"u8": torch.zeros(3, dtype=torch.uint8), "f64": torch.zeros(3, dtype=torch.float64)}
-    )
+    write(tmp_path / "f", {"u8": torch.zeros(3, dtype=torch.uint8), "f64": torch.zeros(3, dtype=torch.float64)})
     data = (tmp_path / "f").read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -174,9 +172,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     path.write_bytes(flipped(len(whole) - 1))
     with SafetensorsReader(path) as reader:
         reader.read("first", sums["first"])
-        with pytest.raises(
-            CheckpointError, match=r"reading 'second' .*\n  found:   crc32 .*\n.*changed on disk"
-        ):
+        with pytest.raises(CheckpointError, match=r"reading 'second' .*\n  found:   crc32 .*\n.*changed on disk"):
             reader.read("second", sums["second"])
     path.write_bytes(whole[:-1])
     with pytest.raises(CheckpointError, match=f"{len(whole) - 1} bytes where its header says {len(whole)}"):
@@ -190,9 +186,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
         assert reader.header_sum == sums[""]
         with pytest.raises(CheckpointError, match="did you mean 'first'"):
             reader.read("frist")
-        with pytest.raises(
-            CheckpointError, match=r"into float32 \[63\]\n  found:   float32 \[64\] \(256 B\)"
-        ):
+        with pytest.raises(CheckpointError, match=r"into float32 \[63\]\n  found:   float32 \[64\] \(256 B\)"):
             reader.read_into("first", torch.zeros(63))
         with pytest.raises(CheckpointError, match=r"into float64 \[64\]"):
             reader.read_into("first", torch.zeros(64, dtype=torch.float64))

@@ -83,9 +83,7 @@ def test_from_scratch_it_is_the_same_start_from_the_same_seed(recipe: dict[str, 
 
 
 # ----------------------------------------------------------------------------------------- checkpoints
-def test_the_newest_are_kept_and_the_best_beside_them(
-    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_newest_are_kept_and_the_best_beside_them(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     held_out = iter([9.0, 5.0, 4.0, 6.0, 7.0, 8.0, 9.0])  # before, steps 1 to 6, after
     monkeypatch.setattr("skimp.run.session._Beside.evaluate", lambda self: next(held_out, 9.0))
     changes = {"checkpoint": {"every": 1, "keep": 2}, "eval": {"every": 1, "keep_best": True, "tokens": 64}}
@@ -173,9 +171,7 @@ def test_a_step_that_moved_nothing_is_saved_before_it(
         def overflow(self: Run, batch: Any, step: Any = Run.step) -> Any:
             calls[0] += 1
             if calls[0] == 4:
-                raise_at = NonFiniteError(
-                    "a finite loss in optimizer step 4", "inf", "the forward overflowed"
-                )
+                raise_at = NonFiniteError("a finite loss in optimizer step 4", "inf", "the forward overflowed")
                 raise raise_at
             return step(self, batch)
 
@@ -186,15 +182,11 @@ def test_a_step_that_moved_nothing_is_saved_before_it(
     assert "step-00000003" in caught.value.message()
     assert name.split(".")[0] in caught.value.message()
     assert checkpoints(Path(recipe["output"])) == [3]
-    parts = skimp.api.train(
-        recipe, resume=True
-    )  # the fault is gone: it goes on with the very batch it stopped at
+    parts = skimp.api.train(recipe, resume=True)  # the fault is gone: it goes on with the very batch it stopped at
     assert fingerprints(parts.folder, 6) == fingerprints(whole.folder, 6)
 
 
-def test_a_gradient_that_is_no_number_is_named(
-    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gradient_that_is_no_number_is_named(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
 
     def spoil(run: Run) -> None:
@@ -235,9 +227,7 @@ def test_a_spike_stops_and_is_in_the_metrics(recipe: dict[str, Any], monkeypatch
     folder = Path(recipe["output"])
     assert checkpoints(folder) == [2, 4]
     assert [row["step"] for row in lines(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5]
-    assert (
-        skimp.api.train(merged(recipe, {"train.spike": {"factor": None}}), resume=True).summary["steps"] == 6
-    )
+    assert skimp.api.train(merged(recipe, {"train.spike": {"factor": None}}), resume=True).summary["steps"] == 6
 
 
 # ----------------------------------------------------------------------------------- nothing half done

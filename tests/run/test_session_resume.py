@@ -56,9 +56,7 @@ def test_resumed_twice_is_the_unbroken_run(case: str, recipe: dict[str, Any], tm
     assert_equal(whole.folder, parts.folder, 6)
     for key in ("loss_first", "loss_last", "eval_loss_before", "eval_loss_after", "steps"):
         assert whole.summary[key] == parts.summary[key], key
-    assert (
-        whole.summary["loss_last"] < whole.summary["loss_first"] - 0.3
-    )  # it learned, so equality says something
+    assert whole.summary["loss_last"] < whole.summary["loss_first"] - 0.3  # it learned, so equality says something
 
 
 def test_epochs_later_than_the_first_keep_their_order(recipe: dict[str, Any], tmp_path: Path) -> None:

@@ -77,9 +77,7 @@ def make(style: str, seq: int, rows: int, recompute: tuple[int, ...] = ()) -> Ru
             "eval": None,
         }
     )
-    return build(
-        recipe, ExactChoices(rows, recompute), dict(STYLES[style]), fill=lambda model: init_scratch(model, 3)
-    )
+    return build(recipe, ExactChoices(rows, recompute), dict(STYLES[style]), fill=lambda model: init_scratch(model, 3))
 
 
 def gradients(run: Run, batches: list[Batch]) -> tuple[float, dict[str, Tensor]]:
@@ -91,9 +89,7 @@ def gradients(run: Run, batches: list[Batch]) -> tuple[float, dict[str, Tensor]]
 
 @pytest.mark.parametrize("recompute", [(), (0, 1)], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("style", STYLES)
-def test_packed_loss_is_the_token_weighted_mean_of_the_separate_ones(
-    style: str, recompute: tuple[int, ...]
-) -> None:
+def test_packed_loss_is_the_token_weighted_mean_of_the_separate_ones(style: str, recompute: tuple[int, ...]) -> None:
     """B13, loss and gradients: documents of 9, 2 and 13 tokens in one row against each in a row of its
     own."""
     cuts = (0, 9, 11, 24)
@@ -113,9 +109,7 @@ def test_packed_loss_is_the_token_weighted_mean_of_the_separate_ones(
     assert found.keys() == expected.keys()
     for name, grad in expected.items():
         # float32 sums of at most 24 tokens in another order; the tied head's bias-like rows near zero.
-        torch.testing.assert_close(
-            found[name], grad, rtol=0.0, atol=2e-6 * max(1e-2, float(grad.abs().max()))
-        )
+        torch.testing.assert_close(found[name], grad, rtol=0.0, atol=2e-6 * max(1e-2, float(grad.abs().max())))
 
 
 def scalar(values: list[float]) -> tuple[nn.Parameter, Any]:

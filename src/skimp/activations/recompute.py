@@ -74,8 +74,10 @@ class Recompute:
         idle = [name for name, runs in self.runs.items() if runs < 2 * forwards]
         if idle:
             raise EffectError(
-                f"recompute of {len(self.blocks)} blocks", f"not run again in backward: {', '.join(idle)}",
-                "their activations were kept all the same", "check that the blocks' inputs or weights need gradients",
+                f"recompute of {len(self.blocks)} blocks",
+                f"not run again in backward: {', '.join(idle)}",
+                "their activations were kept all the same",
+                "check that the blocks' inputs or weights need gradients",
             )
 
 

@@ -9,13 +9,9 @@ import typer
 
 
 def command(
-    attacks: Annotated[
-        str | None, typer.Option(help="Only methods that shrink this: weights, gradients, …")
-    ] = None,
+    attacks: Annotated[str | None, typer.Option(help="Only methods that shrink this: weights, gradients, …")] = None,
     kind: Annotated[str | None, typer.Option(help="Only this kind: 'update rule', codec, …")] = None,
-    exact: Annotated[
-        bool | None, typer.Option("--exact/--approximate", help="Only exact or approximate ones.")
-    ] = None,
+    exact: Annotated[bool | None, typer.Option("--exact/--approximate", help="Only exact or approximate ones.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
 ) -> None:
     """List the techniques: what each saves, its paper, exact or approximate."""

@@ -11,14 +11,10 @@ import typer
 
 def command(
     recipe: Annotated[str | None, typer.Argument(help="A recipe file; leave out with --model.")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="key=value overrides of any recipe key.")
-    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value overrides of any recipe key.")] = None,
     model: Annotated[str | None, typer.Option(help="Preset, Hub id, folder, config.json or GGUF.")] = None,
     gpu: Annotated[str | None, typer.Option(help="Plan for this card: 24GB, rtx-4090, …")] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="Most memory on the computing device, such as 10GB.")
-    ] = None,
+    memory: Annotated[str | None, typer.Option(help="Most memory on the computing device, such as 10GB.")] = None,
     seq: Annotated[int | None, typer.Option(help="Sequence length (data.seq_len).")] = None,
     batch: Annotated[int | None, typer.Option(help="Rows in one optimizer step.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="Update rule.")] = None,
@@ -66,9 +62,7 @@ def command(
     sys.exit(0 if found.fits else 3)
 
 
-def short(
-    seq: int | None, batch: int | None, optimizer: str | None, precision: str | None, fresh: bool
-) -> list[str]:
+def short(seq: int | None, batch: int | None, optimizer: str | None, precision: str | None, fresh: bool) -> list[str]:
     """The common flags as overrides. Without a recipe, an optimizer step is `batch` rows (4 unless given)."""
     words = []
     if seq is not None:

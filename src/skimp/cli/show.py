@@ -48,9 +48,7 @@ def print_plan(plan: Any, console: Console) -> None:
             table.add_row(
                 name, format_bytes(size), Text("█" * max(1, round(WIDTH * size / top)), COLOURS.get(name, ""))
             )
-    table.add_row(
-        "peak", format_bytes(plan.peak_bytes), _budget_bar(plan.peak_bytes, budget, top), style="bold"
-    )
+    table.add_row("peak", format_bytes(plan.peak_bytes), _budget_bar(plan.peak_bytes, budget, top), style="bold")
     console.print(table)
     console.print(f"at the peak: {plan.profile.peak.where()}")
     others = {k: v for k, v in plan.profile.phases.items() if k != "train"}
@@ -58,9 +56,7 @@ def print_plan(plan: Any, console: Console) -> None:
     console.print(Text.assemble(("chosen: ", "bold"), plan.exact.describe(plan.blocks, plan.rows)))
     for reason in plan.why:
         console.print(f"  · {reason}")
-    console.print(
-        f"predicted: {short(plan.seconds)} a step, {tokens_per_second(plan)} tokens/s ({plan.rates})"
-    )
+    console.print(f"predicted: {short(plan.seconds)} a step, {tokens_per_second(plan)} tokens/s ({plan.rates})")
     console.print(f"disk: checkpoints {format_bytes(plan.disk_bytes)} of {format_bytes(plan.places.disk)}")
     _alternatives(plan, console)
     for note in plan.notes:

@@ -12,15 +12,9 @@ import typer
 
 def command(
     recipe: Annotated[str, typer.Argument(help="A recipe file, or a run's folder with --resume.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="key=value overrides of any recipe key.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest complete checkpoint.")
-    ] = False,
-    budget: Annotated[
-        str | None, typer.Option(help="Most memory, such as 2GB (short for budget=2GB).")
-    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value overrides of any recipe key.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest complete checkpoint.")] = False,
+    budget: Annotated[str | None, typer.Option(help="Most memory, such as 2GB (short for budget=2GB).")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps (short for train.steps=N).")] = None,
     output: Annotated[str | None, typer.Option(help="Folder of the run (short for output=…).")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Neither plan nor progress, only the end.")] = False,

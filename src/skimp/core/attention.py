@@ -90,7 +90,8 @@ def attend(
             "a mask tensor" if attention_mask is not None else f"dropout {dropout}" if dropout else "attention sinks"
         )
         raise ModelError(
-            f"attention in {type(module).__name__} with declared batch facts only", found,
+            f"attention in {type(module).__name__} with declared batch facts only",
+            found,
             "skimp attends by document boundaries and never by a mask tensor",
             "pass boundaries with skimp.core.attention.declared(...) and set attention dropout to 0",
         )
@@ -107,7 +108,8 @@ def attend(
         out = windowed_attention(query, key, value, documents, scaling, sliding_window, softcap)
     elif key.shape[2] != query.shape[2] and causal:
         raise ModelError(
-            f"attention of {query.shape[2]} queries over {key.shape[2]} keys", "a chunked prefill",
+            f"attention of {query.shape[2]} queries over {key.shape[2]} keys",
+            "a chunked prefill",
             "causal flash attention on a CPU aligns the first query with the first key",
             "pass the whole prompt at once, or one token at a time",
         )
@@ -125,7 +127,12 @@ class DocumentAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, scale: float | None,
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Documents | None,
+        scale: float | None,
         causal: bool,
     ) -> Tensor:
         pieces = _pieces(documents, query.shape[0], query.shape[2])

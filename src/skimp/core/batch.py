@@ -44,6 +44,11 @@ class Batch:
     def seq_len(self) -> int:
         return self.ids.shape[1]
 
+    def tensors(self) -> list[Tensor]:
+        """Everything of the batch that takes memory."""
+        every = (self.ids, self.labels, self.positions, self.weights, self.source)
+        return [t for t in every if t is not None]
+
     def split(self, micro_rows: int) -> list[Batch]:
         """Cut along rows into micro-batches of at most `micro_rows` rows; the last may be smaller."""
         if micro_rows >= self.rows:

@@ -83,9 +83,7 @@ def every(
             "period >= 1, the others >= 0",
         )
     if moments not in get_args(Moments):
-        raise SkimpError(
-            f"event '{name}'", f"moments '{moments}'", instead=did_you_mean(moments, get_args(Moments))
-        )
+        raise SkimpError(f"event '{name}'", f"moments '{moments}'", instead=did_you_mean(moments, get_args(Moments)))
     if warmup and warmup >= period:
         raise SkimpError(
             f"event '{name}'",
@@ -179,9 +177,7 @@ class Events:
         if name not in self._events:
             raise SkimpError(f"event '{name}'", "no such event", instead=did_you_mean(name, self._events))
         if period < 1 or 0 < period <= self._events[name].warmup:
-            raise SkimpError(
-                f"event '{name}'", f"a period of {period}", "at least 1, and longer than its warm-up"
-            )
+            raise SkimpError(f"event '{name}'", f"a period of {period}", "at least 1, and longer than its warm-up")
         self._records[name].period = period
 
     def state_dict(self) -> dict[str, Any]:

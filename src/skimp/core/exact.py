@@ -34,8 +34,11 @@ class ExactChoices:
     def from_dict(cls, values: dict[str, Any]) -> ExactChoices:
         """The inverse of `as_dict`."""
         return cls(
-            int(values["micro_rows"]), tuple(values["recompute"]), values.get("loss_chunk"),
-            bool(values["in_backward"]), values.get("malloc", "return"),
+            int(values["micro_rows"]),
+            tuple(values["recompute"]),
+            values.get("loss_chunk"),
+            bool(values["in_backward"]),
+            values.get("malloc", "return"),
         )
 
     def describe(self, blocks: int, rows: int) -> str:

@@ -56,7 +56,10 @@ class Delivery:
     passes = 1
 
     def __init__(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], rule: OneByOne, clip: float | None,
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        rule: OneByOne,
+        clip: float | None,
         sinks: Iterable[str] = (),
     ) -> None:
         self.parameters: dict[str, nn.Parameter] = dict(parameters)
@@ -112,7 +115,8 @@ class Delivery:
                 (n for n in self.parameters if n in norms and not _finite(read(norms[n], expect=0.0))), "their sum"
             )
             raise NonFiniteError(
-                f"finite gradients in optimizer step {self.step_index + 1}", f"the gradient of {bad} is {total}",
+                f"finite gradients in optimizer step {self.step_index + 1}",
+                f"the gradient of {bad} is {total}",
                 "one update with it would destroy the weights",
                 "lower the learning rate, lengthen the warm-up, or set train.clip",
             )
@@ -130,7 +134,10 @@ class AfterBackward(Delivery):
     """
 
     def __init__(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], rule: OneByOne, clip: float | None,
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        rule: OneByOne,
+        clip: float | None,
         sinks: Iterable[str] = (),
     ) -> None:
         super().__init__(parameters, rule, clip, sinks)
@@ -171,7 +178,10 @@ class InBackward(Delivery):
     """
 
     def __init__(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], rule: OneByOne, clip: float | None,
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        rule: OneByOne,
+        clip: float | None,
         sinks: Iterable[str] = (),
     ) -> None:
         super().__init__(parameters, rule, clip, sinks)

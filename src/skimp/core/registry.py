@@ -15,7 +15,15 @@ from typing import Any, Literal
 from skimp.core.errors import ConflictError, SkimpError, did_you_mean
 
 Kind = Literal[
-    "update rule", "adapter", "saved-tensor policy", "loss head", "step", "codec", "data stage", "cache", "layout",
+    "update rule",
+    "adapter",
+    "saved-tensor policy",
+    "loss head",
+    "step",
+    "codec",
+    "data stage",
+    "cache",
+    "layout",
     "kernel",
 ]
 Attacks = Literal["weights", "gradients", "optimizer", "activations", "logits", "workspace", "data", "uncertainty"]

@@ -26,9 +26,7 @@ def seed_everything(seed: int) -> None:
         SkimpError: out of range.
     """
     if isinstance(seed, bool) or not 0 <= seed < 2**63:
-        raise SkimpError(
-            "a seed", f"{seed!r}", "generators take 63 bits", "a whole number from 0 to 2^63 - 1"
-        )
+        raise SkimpError("a seed", f"{seed!r}", "generators take 63 bits", "a whole number from 0 to 2^63 - 1")
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)  # CUDA too: at once, or when it is first used

@@ -54,9 +54,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if not (self.lr > 0 and math.isfinite(self.lr)):
-            raise RecipeError(
-                "train.lr", f"{self.lr}", "it must be above 0 and finite", "2e-5 for fine-tuning"
-            )
+            raise RecipeError("train.lr", f"{self.lr}", "it must be above 0 and finite", "2e-5 for fine-tuning")
         if self.steps < 1:
             raise RecipeError("train.steps", f"{self.steps}", "there must be at least one step")
         if not 0 <= self.min_ratio <= 1:
@@ -64,9 +62,7 @@ class Schedule:
                 "train.min_lr", f"{self.min_ratio}", "it is a part of lr, from 0 to 1", "train.min_lr=0.1"
             )
         if self.kind not in get_args(Kind):
-            raise RecipeError(
-                "train.schedule", f"'{self.kind}'", instead=did_you_mean(self.kind, get_args(Kind))
-            )
+            raise RecipeError("train.schedule", f"'{self.kind}'", instead=did_you_mean(self.kind, get_args(Kind)))
         if self.tail not in get_args(Tail):
             raise RecipeError("train.tail", f"'{self.tail}'", instead=did_you_mean(self.tail, get_args(Tail)))
         warm, tail = self.warmup_steps, self.decay_steps

@@ -39,7 +39,9 @@ def parse_bytes(text: str | int | float, key: str = "size") -> int:
         raise SkimpError(f"{key}: a positive size", f"{text!r}", instead="write it as 2GB, 1.5GiB or 512MB")
     if unit == "B" and size < 10**6:
         raise SkimpError(
-            f"{key}: a size in bytes", f"{text!r}, which is {size} bytes", "no run fits below 1 MB",
+            f"{key}: a size in bytes",
+            f"{text!r}, which is {size} bytes",
+            "no run fits below 1 MB",
             f"add the unit: {text}GB",
         )
     return size

@@ -17,8 +17,13 @@ BLOCK = 128
 
 
 def windowed_attention(
-    query: Tensor, key: Tensor, value: Tensor, documents: tuple[tuple[int, ...], ...] | None, scale: float | None,
-    window: int | None, softcap: float | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: tuple[tuple[int, ...], ...] | None,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     """Causal attention over the last `window` positions of each document (all of them for None).
 
@@ -40,7 +45,13 @@ def windowed_attention(
 class _Windowed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Any, scale: float, window: int | None,
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Any,
+        scale: float,
+        window: int | None,
         softcap: float | None,
     ) -> Tensor:
         rows, heads, seq, dim = query.shape
@@ -78,9 +89,7 @@ class _Windowed(torch.autograd.Function):
         return dq, dk, dv, None, None, None, None
 
 
-def _blocks(
-    documents: Any, rows: int, seq: int, keys: int, window: int | None
-) -> list[tuple[int, int, int, int, int]]:
+def _blocks(documents: Any, rows: int, seq: int, keys: int, window: int | None) -> list[tuple[int, int, int, int, int]]:
     """(row, first query, last, first key, last) of each block; the queries are the last `seq` of `keys` positions."""
     past = keys - seq
     blocks = []

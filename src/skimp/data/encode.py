@@ -56,9 +56,7 @@ class Encoder:
         self._open: tuple[int, int] | None = None  # (file, row) of the document whose blocks are coming
         self._hash: Any = None
 
-    def documents(
-        self, files: Sequence[SourceFile], start: int = 0, entry: Entry | None = None
-    ) -> Iterator[Encoded]:
+    def documents(self, files: Sequence[SourceFile], start: int = 0, entry: Entry | None = None) -> Iterator[Encoded]:
         """All documents of `files[start:]`, the first of them from `entry` on."""
         waiting: list[tuple[int, Text]] = []
         size = 0
@@ -74,9 +72,7 @@ class Encoder:
 
     def _encode(self, texts: list[tuple[int, Text]], files: Sequence[SourceFile]) -> Iterator[Encoded]:
         hashes = [self._digest(index, text, files) for index, text in texts]
-        encoded = self.tokenizer.encode.encode_batch_fast(
-            [t.text for _, t in texts], add_special_tokens=False
-        )
+        encoded = self.tokenizer.encode.encode_batch_fast([t.text for _, t in texts], add_special_tokens=False)
         for (index, text), digest, result in zip(texts, hashes, encoded, strict=True):
             first = self._open != (index, text.row)
             self._open = None if text.last else (index, text.row)

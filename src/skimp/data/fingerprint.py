@@ -92,9 +92,7 @@ def tokenizer_fingerprint(location: str, cache: Path) -> str:
         ModelError: nothing there that could be a tokenizer.
     """
     if os.path.isdir(location):
-        paths = [
-            os.path.join(location, n) for n in TOKENIZER_FILES if os.path.isfile(os.path.join(location, n))
-        ]
+        paths = [os.path.join(location, n) for n in TOKENIZER_FILES if os.path.isfile(os.path.join(location, n))]
     elif os.path.isfile(location):
         paths = [location]
         paths += [p for p in (os.path.join(os.path.dirname(location), n) for n in TOKENIZER_FILES[1:3])
@@ -108,6 +106,4 @@ def tokenizer_fingerprint(location: str, cache: Path) -> str:
             instead="a folder with tokenizer.json, vocab.json + merges.txt or tokenizer.model; a GGUF file",
         )
     versions = {p: importlib.metadata.version(p) for p in ("tokenizers", "transformers")}
-    return digest_of([[os.path.basename(p), file_record(p, cache)["sha256"]] for p in paths] + [versions])[
-        :32
-    ]
+    return digest_of([[os.path.basename(p), file_record(p, cache)["sha256"]] for p in paths] + [versions])[:32]

@@ -120,9 +120,7 @@ def lay_rows(
             [f"data.seq_len={longest}", "data.too_long=split"] if longest > seq_len else "give more text",
         )
     kept, pieces = np.unique(document, return_counts=True)
-    row_source = (
-        np.zeros(rows, np.int32) if sources is None else sources[document[first[:-1]]].astype(np.int32)
-    )
+    row_source = np.zeros(rows, np.int32) if sources is None else sources[document[first[:-1]]].astype(np.int32)
     table = RowTable(seq_len, starts, lengths.astype(np.int32), first, row_source)
     return table, PackingCounts(
         **counts,
@@ -202,13 +200,10 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
     return by_row, np.append(0, np.cumsum(np.bincount(row_of, minlength=opened))).astype(np.int64)
 
 
-def _too_long(
-    document: int, lengths: np.ndarray, seq_len: int, number: int, place: Callable[[int], str]
-) -> DataError:
+def _too_long(document: int, lengths: np.ndarray, seq_len: int, number: int, place: Callable[[int], str]) -> DataError:
     return DataError(
         f"{place(document)}: a document of at most data.seq_len = {seq_len} tokens",
-        f"{int(lengths[document])} tokens"
-        + (f", and {number - 1} more such documents" if number > 1 else ""),
+        f"{int(lengths[document])} tokens" + (f", and {number - 1} more such documents" if number > 1 else ""),
         "data.too_long=error allows none",
         [
             "data.too_long=split cuts it into rows, losing nothing",

@@ -30,9 +30,7 @@ class Frame:
     tokens: np.ndarray
 
 
-def send_tokens(
-    out: IO[bytes], file: int, row: int, offset: int, first: bool, last: bool, tokens: np.ndarray
-) -> None:
+def send_tokens(out: IO[bytes], file: int, row: int, offset: int, first: bool, last: bool, tokens: np.ndarray) -> None:
     out.write(HEADER.pack(TOKENS, FIRST * first + LAST * last, 0, file, row, offset, len(tokens)))
     out.write(tokens.astype("<u4").tobytes())
 
@@ -56,6 +54,4 @@ def receive(stream: IO[bytes]) -> Iterator[Frame | dict[str, Any]]:
         if kind == JSON:
             yield json.loads(data)
         else:
-            yield Frame(
-                file, row, offset, bool(flags & FIRST), bool(flags & LAST), np.frombuffer(data, "<u4")
-            )
+            yield Frame(file, row, offset, bool(flags & FIRST), bool(flags & LAST), np.frombuffer(data, "<u4"))

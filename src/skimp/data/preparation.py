@@ -90,9 +90,7 @@ def prepare(
             highest = max(meta["counts"]["highest_token"], meta["tokenizer"]["end"])
             check_vocabulary(highest, meta["tokenizer"]["size"], vocabulary, place)
     if data.streaming:
-        return _streaming(
-            data, job, sources["train"], stores.get("validation"), reused, fingerprint, rules, vocabulary
-        )
+        return _streaming(data, job, sources["train"], stores.get("validation"), reused, fingerprint, rules, vocabulary)
     return _stored_text(data, stores, reused)
 
 
@@ -116,9 +114,7 @@ def _stored_text(data: TextData, stores: dict[str, TokenStore], reused: dict[str
     identity = {**_identity(data), "train": store.meta["key"]}
     if data.held_out:
         identity["validation"], identity["validation_tokens"] = data.validation, data.validation_tokens
-    return PreparedText(
-        data, train, validation, _report(store, train_report, validation_report, notes), identity
-    )
+    return PreparedText(data, train, validation, _report(store, train_report, validation_report, notes), identity)
 
 
 def _validation_source(store: TokenStore, data: TextData, reused: dict[str, bool]) -> tuple[Rows, SetReport]:

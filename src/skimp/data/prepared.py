@@ -103,9 +103,7 @@ def split_store(store: TokenStore, data: TextData) -> tuple[np.ndarray, str, str
     """Hold documents out: (mask of validation documents, in words for train, in words for validation)."""
     fraction = data.validation if isinstance(data.validation, float) else None
     mask = hold_out(np.diff(store.column("documents")), data.seed, fraction, data.validation_tokens)
-    taken = (
-        f"{int(mask.sum())} of {store.documents} documents held out by hash of (seed {data.seed}, document)"
-    )
+    taken = f"{int(mask.sum())} of {store.documents} documents held out by hash of (seed {data.seed}, document)"
     return mask, f"after {taken}", taken
 
 
@@ -128,9 +126,7 @@ def shared_texts(train: np.ndarray, validation: np.ndarray) -> list[str]:
     number = int(np.isin(validation, train).sum())
     if not number:
         return []
-    return [
-        f"note: {number} of {len(validation)} validation documents are also training documents, word for word"
-    ]
+    return [f"note: {number} of {len(validation)} validation documents are also training documents, word for word"]
 
 
 def _report(

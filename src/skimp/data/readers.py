@@ -71,9 +71,7 @@ def read_jsonl(file: SourceFile, field: str, encoding: str, entry: Entry) -> Ite
         while line := lines.readline(LONGEST_LINE):
             row, begins, offset = row + 1, offset, offset + len(line)
             if len(line) == LONGEST_LINE:
-                raise DataError(
-                    f"{file.path}, row {row}", "a line over 1 GiB", instead="one JSON object on each line"
-                )
+                raise DataError(f"{file.path}, row {row}", "a line over 1 GiB", instead="one JSON object on each line")
             text = _decode(line, file, row, begins, encoding)
             text = text.removeprefix("\ufeff") if row == 1 else text
             if text.strip():
@@ -179,9 +177,7 @@ def _decoded_blocks(handle: IO[bytes], file: SourceFile, encoding: str) -> Itera
         try:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            raise _not_text(
-                f"{file.path}, row 1", read - len(waiting) + error.start, error, encoding
-            ) from None
+            raise _not_text(f"{file.path}, row 1", read - len(waiting) + error.start, error, encoding) from None
         read += len(block)
         if text:
             yield text
@@ -252,8 +248,7 @@ def _field_of(record: dict[str, Any], field: str, file: SourceFile, row: int) ->
         raise DataError(
             f"{file.path}, row {row}: text in the field '{field}'",
             "null" if value is None else f"a value of type {type(value).__name__}: {repr(value)[:60]}",
-            instead=[f"data.field={k}" for k in strings[:3]]
-            or "leave such rows out of the file, or make them text",
+            instead=[f"data.field={k}" for k in strings[:3]] or "leave such rows out of the file, or make them text",
         )
     return value
 

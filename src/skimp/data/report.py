@@ -101,7 +101,5 @@ def rule_in_words(packing: bool, too_long: str, seq_len: int) -> str:
     if packing and too_long == "split":
         return f"packed end to end, cut at row ends every {seq_len} tokens, no attention across documents"
     if packing:
-        return (
-            f"packed whole (best fit), no attention across documents; documents over {seq_len} tokens {long}"
-        )
+        return f"packed whole (best fit), no attention across documents; documents over {seq_len} tokens {long}"
     return f"one document a row, padded to {seq_len}; longer ones {long}"

@@ -60,9 +60,7 @@ class Rows:
         for start in range(0, number, rows_per_batch):
             yield self.batch(np.arange(start, min(start + rows_per_batch, number)))
 
-    def _fill(
-        self, index: int, ids: np.ndarray, labels: np.ndarray, positions: np.ndarray
-    ) -> tuple[int, ...]:
+    def _fill(self, index: int, ids: np.ndarray, labels: np.ndarray, positions: np.ndarray) -> tuple[int, ...]:
         first, last = int(self.table.first[index]), int(self.table.first[index + 1])
         starts, lengths = self.table.starts[first:last], self.table.lengths[first:last]
         ends = np.cumsum(lengths, dtype=np.int64)

@@ -108,9 +108,7 @@ def hub_parts(address: str) -> dict[str, str | None]:
     """'hub:owner/name:config@revision#split' -> its parts; split defaults to 'train'."""
     match = HUB.fullmatch(address)
     if match is None:
-        raise DataError(
-            f"{address}: a Hub dataset", "not an address", instead="owner/name[:config][@revision][#split]"
-        )
+        raise DataError(f"{address}: a Hub dataset", "not an address", instead="owner/name[:config][@revision][#split]")
     parts = match.groupdict()
     return {**parts, "split": parts["split"] or "train"}
 
@@ -138,9 +136,7 @@ def _file(path: str, key: str, among_others: bool = False) -> SourceFile:
             ],
         )
     if os.path.getsize(path) == 0 and not (among_others and ".txt" in path):
-        raise DataError(
-            f"{key}: {path}", "an empty file (0 bytes)", instead="write it again, or name another file"
-        )
+        raise DataError(f"{key}: {path}", "an empty file (0 bytes)", instead="write it again, or name another file")
     return SourceFile.of(path)
 
 

@@ -116,9 +116,7 @@ class StoreWriter:
     def __enter__(self) -> StoreWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
         for file in (self._bin, *self._raw.values()):
             file.close()
         shutil.rmtree(self.aside, ignore_errors=True)

@@ -168,9 +168,7 @@ class StreamedText:
     def __enter__(self) -> StreamedText:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -200,9 +198,7 @@ class StreamedText:
     def _take(self, window: Window) -> None:
         self._window, self._enter = window, window.begins
         tokens = window.tokens
-        self._rows = Rows(
-            window.table, lambda start, length: tokens[start : start + length], self._tokenizer["end"]
-        )
+        self._rows = Rows(window.table, lambda start, length: tokens[start : start + length], self._tokenizer["end"])
         self._order = shuffled(window.table.rows, self.data.seed, self.epoch, self._number)
 
     def _leave_window(self, window: Window) -> None:
@@ -247,9 +243,7 @@ class StreamedText:
     def _check(self, frame: pipe.Frame) -> None:
         if self.vocabulary is not None:
             highest = max(int(frame.tokens.max(initial=0)), self._tokenizer["end"])
-            check_vocabulary(
-                highest, self._tokenizer["size"], self.vocabulary, self._where(frame.file, frame.row)
-            )
+            check_vocabulary(highest, self._tokenizer["size"], self.vocabulary, self._where(frame.file, frame.row))
 
     def _where(self, file: int, row: int) -> str:
         return f"{self._files[file].path}, row {row}"

@@ -50,9 +50,7 @@ def load_tokenizer(location: str, end: str | int | None, kept: Path | None = Non
     try:
         tokenizer = Tokenizer.from_file(path)
     except Exception as error:  # the Rust side raises plain Exception
-        raise ModelError(
-            f"tokenizer: {path}", f"cannot be read: {error}", instead="download it again"
-        ) from None
+        raise ModelError(f"tokenizer: {path}", f"cannot be read: {error}", instead="download it again") from None
     tokenizer.no_padding()
     tokenizer.no_truncation()  # tokenizer.json may carry a length limit that would cut documents unseen
     special = _special(os.path.dirname(path))
@@ -103,9 +101,7 @@ def _special(folder: str) -> dict[str, str]:
             with open(path, encoding="utf-8") as handle:
                 record = json.load(handle)
         except ValueError as error:
-            raise ModelError(
-                f"tokenizer: {path}", f"not JSON: {error}", instead="download it again"
-            ) from None
+            raise ModelError(f"tokenizer: {path}", f"not JSON: {error}", instead="download it again") from None
         for key in ("eos_token", "bos_token", "unk_token"):
             value = record.get(key)
             value = value.get("content") if isinstance(value, dict) else value

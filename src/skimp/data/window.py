@@ -68,9 +68,7 @@ class WindowMaker:
         self._frames = frames
         self._source_of = source_of
         self._where = where
-        self._left: tuple[Frame, int, int] | None = (
-            None  # a frame, tokens used of it, tokens of its document before it
-        )
+        self._left: tuple[Frame, int, int] | None = None  # a frame, tokens used of it, tokens of its document before it
 
     def next_window(self, place: Place) -> Window | None:
         """The window that begins at `place`, where the last one ended; None at the end of the text."""
@@ -115,9 +113,7 @@ class WindowMaker:
         while room and (current := self._next_frame(0)) is not None:
             frame, used, before = current
             documents += frame.first and used == 0
-            at = (
-                before + used
-            )  # tokens of this document already given; without packing a new piece every seq_len
+            at = before + used  # tokens of this document already given; without packing a new piece every seq_len
             want = room if packing else min(room, seq - at % seq)
             taken = frame.tokens[used : used + want]
             fresh = row != frame.row or (frame.first and used == 0) or (not packing and at % seq == 0)

@@ -119,9 +119,7 @@ def linear_cross_entropy(
         weight.dtype,
         exact,
         choose_compute(compute_dtype, hidden, exact),
-        weight_grad_dtype=(into_dtype or (exact if accumulate == "float32" else weight.dtype))
-        if grad_weight
-        else None,
+        weight_grad_dtype=(into_dtype or (exact if accumulate == "float32" else weight.dtype)) if grad_weight else None,
         grad_hidden=grads and hidden.requires_grad,
         bias=bias is not None,
         grad_bias=grads and bias is not None and bias.requires_grad,

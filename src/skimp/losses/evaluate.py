@@ -64,9 +64,7 @@ def linear_cross_entropy_eval(
         safe, trained = prepare(labels, None, ignore_index, None, "sum", 1.0, exact)
         losses, predicted = torch.empty_like(trained), torch.empty_like(safe)
         wide = None if bias is None else bias.to(exact)
-        HeadLoop(spec, hidden.reshape(-1, hidden.shape[-1]), weight, wide, safe).run(
-            losses, correct=predicted
-        )
+        HeadLoop(spec, hidden.reshape(-1, hidden.shape[-1]), weight, wide, safe).run(losses, correct=predicted)
         # An ignored label stands as 0 in `safe`, so the mask decides, not the comparison.
         right = predicted.eq(safe).logical_and_(trained.to(torch.bool))
         return torch.dot(losses.view(-1), trained.view(-1)), right.sum(), trained.to(torch.bool).sum()

@@ -29,9 +29,7 @@ def check_arguments(
     """Raise SkimpError on the first thing that cannot be."""
     check_shapes(hidden, weight, labels, bias)
     _check_weights(labels, token_weights)
-    _check_options(
-        reduction, normaliser, label_smoothing, z_loss, softcap, logit_scale, chunk_rows, accumulate
-    )
+    _check_options(reduction, normaliser, label_smoothing, z_loss, softcap, logit_scale, chunk_rows, accumulate)
     if into is not None:
         _check_sink(weight, into)
 

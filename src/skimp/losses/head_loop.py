@@ -37,17 +37,13 @@ class HeadLoop:
         labels: (N, 1) int64, every value within 0 .. V-1 (ignored rows carry 0 and a zero scale).
     """
 
-    def __init__(
-        self, spec: HeadSpec, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
-    ) -> None:
+    def __init__(self, spec: HeadSpec, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> None:
         self.spec, self.hidden, self.weight, self.bias, self.labels = spec, hidden, weight, bias, labels
         device = hidden.device
         self.scale_in: Tensor | None = None
         self.cap: Tensor | None = None
         if spec.softcap is not None:
-            self.scale_in = torch.full(
-                (), (spec.logit_scale or 1.0) / spec.softcap, dtype=spec.exact, device=device
-            )
+            self.scale_in = torch.full((), (spec.logit_scale or 1.0) / spec.softcap, dtype=spec.exact, device=device)
             self.cap = torch.full((), spec.softcap, dtype=spec.exact, device=device)
         elif spec.logit_scale is not None:
             self.scale_in = torch.full((), spec.logit_scale, dtype=spec.exact, device=device)
@@ -155,9 +151,7 @@ class HeadLoop:
             t = self.buf["capped"][:r]
             x.addcmul_(x, t.mul_(t), value=-1)  # d tanh = 1 - tanh^2
 
-    def _products(
-        self, x: Tensor, h: Tensor, dh: Tensor | None, dw: Tensor | None, db: Tensor | None
-    ) -> None:
+    def _products(self, x: Tensor, h: Tensor, dh: Tensor | None, dw: Tensor | None, db: Tensor | None) -> None:
         """The two gradient products. The hidden gradient sums over vocabulary tiles in `spec.exact`."""
         spec, r = self.spec, x.shape[0]
         if db is not None:

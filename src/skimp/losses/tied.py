@@ -19,9 +19,7 @@ from skimp.core.errors import SkimpError
 from skimp.losses.head_arguments import refuse_double
 
 
-def tied_embedding(
-    ids: Tensor, weight: Tensor, weight_grad_into: Tensor, padding_idx: int | None = None
-) -> Tensor:
+def tied_embedding(ids: Tensor, weight: Tensor, weight_grad_into: Tensor, padding_idx: int | None = None) -> Tensor:
     """`F.embedding(ids, weight)`, with the gradient of `weight` added to a buffer in backward.
 
     Args:

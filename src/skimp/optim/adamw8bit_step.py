@@ -95,10 +95,4 @@ def _workspace(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         return 0
     chunk = min(CHUNK, padded(p.numel()))
     noise = Noise.nbytes(chunk) if p.dtype == torch.bfloat16 else 0
-    return (
-        Buffers.nbytes(chunk)
-        + Scratch.nbytes(chunk)
-        + noise
-        + 2 * Tables.nbytes(p.device)
-        + CAST_SCALAR_BYTES
-    )
+    return Buffers.nbytes(chunk) + Scratch.nbytes(chunk) + noise + 2 * Tables.nbytes(p.device) + CAST_SCALAR_BYTES

@@ -22,9 +22,7 @@ CHUNK = 2**16
 Scalars = tuple[float, float, float, float, float, float, float, float]
 
 
-def adamw_scalars(
-    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int
-) -> Scalars:
+def adamw_scalars(lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int) -> Scalars:
     """(β₁, 1−β₁, β₂, 1−β₂, √(1−β₂ᵗ), eps, lr/(1−β₁ᵗ), 1−lr·wd) in float64, rounded where used."""
     return (
         beta1,

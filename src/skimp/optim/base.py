@@ -101,9 +101,7 @@ class UpdateRule(torch.optim.Optimizer):
         group = self.group_of(p)
         grad = p.grad if grad is None else grad
         if grad is None:
-            raise SkimpError(
-                f"one update of '{self.name_of(p)}'", "it has no gradient", instead="pass grad=…"
-            )
+            raise SkimpError(f"one update of '{self.name_of(p)}'", "it has no gradient", instead="pass grad=…")
         self._update(p, grad, group)
 
     def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:

@@ -34,9 +34,7 @@ def assert_effect(rule: UpdateRule, before: Mapping[str, Tensor], after: Mapping
             held = rule.state[p].get(key)
             if held is None or held.dtype != dtype or tuple(held.shape) != shape:
                 found = "nothing" if held is None else f"{held.dtype} {tuple(held.shape)}"
-                raise EffectError(
-                    f"'{rule.rule}' keeps {key} of '{rule.name_of(p)}' as {dtype} {shape}", found
-                )
+                raise EffectError(f"'{rule.rule}' keeps {key} of '{rule.name_of(p)}' as {dtype} {shape}", found)
     due = [rule.name_of(p) for p in updated if rule.name_of(p) in before and _should_move(rule, p)]
     if due and not any(_differ(before[name], after[name]) for name in due):
         raise EffectError(
@@ -49,9 +47,7 @@ def assert_effect(rule: UpdateRule, before: Mapping[str, Tensor], after: Mapping
 def _should_move(rule: UpdateRule, p: Tensor) -> bool:
     """A non-zero first moment after the step means that a gradient came."""
     moment = rule.state[p].get("m_absmax", rule.state[p].get("m"))
-    return (
-        lr_of(rule.group_of(p)) != 0.0 and moment is not None and read(moment.count_nonzero(), expect=1.0) > 0
-    )
+    return lr_of(rule.group_of(p)) != 0.0 and moment is not None and read(moment.count_nonzero(), expect=1.0) > 0
 
 
 def _differ(a: Tensor, b: Tensor) -> bool:

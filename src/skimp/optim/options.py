@@ -17,9 +17,7 @@ def lr_of(group: Mapping[str, Any]) -> float:
     return read(lr, expect=1.0) if isinstance(lr, Tensor) else float(lr)
 
 
-def check_options(
-    rule: str, lr: Any, betas: Sequence[float], eps: float, weight_decay: float, eps_min: float
-) -> None:
+def check_options(rule: str, lr: Any, betas: Sequence[float], eps: float, weight_decay: float, eps_min: float) -> None:
     """Refuse options out of range, naming the one.
 
     Raises:

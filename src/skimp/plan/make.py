@@ -21,7 +21,12 @@ REACHED_FLOPS, REACHED_BANDWIDTH = 0.5, 0.8
 
 
 def make_plan(
-    recipe: Any, config: dict[str, Any], *, gpu: str | None = None, memory: int | None = None, label: str = "",
+    recipe: Any,
+    config: dict[str, Any],
+    *,
+    gpu: str | None = None,
+    memory: int | None = None,
+    label: str = "",
     offer: bool = True,
 ) -> Plan:
     """Search the exact techniques and explain the outcome.
@@ -46,10 +51,20 @@ def make_plan(
     if not fits and offer:
         alternatives += offers(recipe, config, blocks, where, rates, target, peak)
     return Plan(
-        fits=fits, exact=profile.exact, profile=profile, places=where, peak_bytes=peak, seconds=seconds,
-        why=tuple(_reasons(search, profile.exact, where)), alternatives=tuple(alternatives), disk_bytes=disk,
-        model=label or str(config.get("model_type")), blocks=blocks, rows=recipe.rows_per_step,
-        notes=tuple(_notes(recipe, config, where, search)), rates=rates.source,
+        fits=fits,
+        exact=profile.exact,
+        profile=profile,
+        places=where,
+        peak_bytes=peak,
+        seconds=seconds,
+        why=tuple(_reasons(search, profile.exact, where)),
+        alternatives=tuple(alternatives),
+        disk_bytes=disk,
+        model=label or str(config.get("model_type")),
+        blocks=blocks,
+        rows=recipe.rows_per_step,
+        notes=tuple(_notes(recipe, config, where, search)),
+        rates=rates.source,
         tokens=recipe.train.batch_tokens,
     )
 
@@ -68,7 +83,8 @@ def _rates(where: Places, precision: str) -> Rates:
             f"precision {precision} on {card.name}", "no bfloat16 units", instead="precision=fp32, or a newer card"
         )
     return Rates(
-        tflops * 1e12 * REACHED_FLOPS, card.bandwidth_gbs * 1e9 * REACHED_BANDWIDTH,
+        tflops * 1e12 * REACHED_FLOPS,
+        card.bandwidth_gbs * 1e9 * REACHED_BANDWIDTH,
         f"{card.name}: half of {tflops:g} TFLOP/s and four fifths of {card.bandwidth_gbs:g} GB/s (card table)",
     )
 
@@ -122,7 +138,8 @@ def _alternative(candidate: Candidate, where: Places, blocks: int, rows: int) ->
     peak = _compared(where, candidate.peak, candidate.exact.malloc)
     exact = candidate.exact
     overrides = (
-        f"exact.micro_batch={exact.micro_rows}", f"exact.recompute={len(exact.recompute)}",
+        f"exact.micro_batch={exact.micro_rows}",
+        f"exact.recompute={len(exact.recompute)}",
         f"exact.in_backward={str(exact.in_backward).lower()}",
         *([f"exact.malloc={exact.malloc}"] if where.on_cpu else []),
     )
@@ -148,5 +165,3 @@ def _notes(recipe: Any, config: dict[str, Any], where: Places, search: Search) -
     if recipe.precision == "bf16":
         notes.append("bf16 gradients of several micro-batches are added in bf16: one rounding per micro-batch")
     return notes
-
-

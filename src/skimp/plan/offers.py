@@ -15,14 +15,22 @@ from skimp.plan.search import SMALL_CHUNK, Search
 
 #: (what to change, in words with the known effect, as overrides, changes to the recipe)
 WAYS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
-    ("8-bit optimizer states (loss within 1-2 % of fp32 states in the published runs)",
-     ("optimizer=adamw8bit",), {"optimizer": "adamw8bit"}),
-    ("bf16 weights with stochastic rounding, bf16 states (needs a higher-precision check at small learning rates)",
-     ("precision=bf16", "optimizer=adamw"), {"precision": "bf16", "optimizer": "adamw"}),
-    ("bf16 weights with stochastic rounding, 8-bit states",
-     ("precision=bf16", "optimizer=adamw8bit"), {"precision": "bf16", "optimizer": "adamw8bit"}),
-    ("half the sequence, same tokens a step: other text is seen together",
-     ("data.seq_len=HALF",), {"seq": 0.5}),
+    (
+        "8-bit optimizer states (loss within 1-2 % of fp32 states in the published runs)",
+        ("optimizer=adamw8bit",),
+        {"optimizer": "adamw8bit"},
+    ),
+    (
+        "bf16 weights with stochastic rounding, bf16 states (needs a higher-precision check at small learning rates)",
+        ("precision=bf16", "optimizer=adamw"),
+        {"precision": "bf16", "optimizer": "adamw"},
+    ),
+    (
+        "bf16 weights with stochastic rounding, 8-bit states",
+        ("precision=bf16", "optimizer=adamw8bit"),
+        {"precision": "bf16", "optimizer": "adamw8bit"},
+    ),
+    ("half the sequence, same tokens a step: other text is seen together", ("data.seq_len=HALF",), {"seq": 0.5}),
 )
 
 

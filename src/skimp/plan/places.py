@@ -100,7 +100,9 @@ def places(recipe: Any, config: dict[str, Any], gpu: str | None = None, memory: 
     cards = resolve_gpu("24GB" if device == "cuda" else device)
     if cards.count > 1:
         raise RecipeError(
-            f"device '{device}'", f"{cards.count} cards", "a plan shards nothing yet; each card would hold it all",
+            f"device '{device}'",
+            f"{cards.count} cards",
+            "a plan shards nothing yet; each card would hold it all",
             f"plan for one: --gpu {cards.card.name}",
         )
     usable = cards.card.budget_bytes

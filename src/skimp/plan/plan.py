@@ -23,8 +23,12 @@ class Alternative:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "label": self.label, "peak_bytes": self.peak_bytes, "seconds": self.seconds, "fits": self.fits,
-            "exact": self.exact, "overrides": list(self.overrides),
+            "label": self.label,
+            "peak_bytes": self.peak_bytes,
+            "seconds": self.seconds,
+            "fits": self.fits,
+            "exact": self.exact,
+            "overrides": list(self.overrides),
         }
 
 
@@ -65,7 +69,9 @@ class Plan:
         """The stable JSON of `skimp plan --json`."""
         shares = dict(self.profile.peak.by_category)
         device = {
-            "name": self.places.device, "budget_bytes": self.places.device_budget, "peak_bytes": self.peak_bytes,
+            "name": self.places.device,
+            "budget_bytes": self.places.device_budget,
+            "peak_bytes": self.peak_bytes,
             "tracked_bytes": self.profile.peak_bytes,
         }
         if self.places.on_cpu:

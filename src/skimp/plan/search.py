@@ -47,8 +47,13 @@ class Search:
     """
 
     def __init__(
-        self, recipe: Any, config: dict[str, Any], blocks: int, budgets: Mapping[Policy, tuple[int, float]],
-        rates: Rates, target: str,
+        self,
+        recipe: Any,
+        config: dict[str, Any],
+        blocks: int,
+        budgets: Mapping[Policy, tuple[int, float]],
+        rates: Rates,
+        target: str,
     ) -> None:
         self.recipe, self.config, self.blocks, self.budgets = recipe, config, blocks, budgets
         self.rates, self.target = rates, target
@@ -63,8 +68,15 @@ class Search:
     def small(self, row: ExactChoices, blocks: int, recomputed: int) -> MemoryProfile:
         """A simulation of a few blocks, the first `recomputed` of them recomputed."""
         return simulate(
-            self.recipe, replace(row, recompute=tuple(range(recomputed))), self.config, rates=self.rates,
-            target=self.target, steps=1, blocks=blocks, micro_batches=2, short=True,
+            self.recipe,
+            replace(row, recompute=tuple(range(recomputed))),
+            self.config,
+            rates=self.rates,
+            target=self.target,
+            steps=1,
+            blocks=blocks,
+            micro_batches=2,
+            short=True,
         )
 
     def sizes(self) -> list[int]:
@@ -107,8 +119,8 @@ class Search:
                 found += self._along(self.rows(chunk, in_backward=True))
         if not found:
             raise ConflictError(
-                "exact.in_backward=true", f"exact.micro_batch={self.recipe.exact.micro_batch} of "
-                f"{self.recipe.rows_per_step} rows",
+                "exact.in_backward=true",
+                f"exact.micro_batch={self.recipe.exact.micro_batch} of {self.recipe.rows_per_step} rows",
                 "the gradient of one micro-batch is not the step's gradient, and it is freed before the next",
                 f"exact.micro_batch={self.recipe.rows_per_step}, or exact.in_backward=false",
             )
@@ -165,7 +177,13 @@ class Search:
         # compare both. For deep models one step with two micro-batches is simulated, to answer in seconds.
         steps = 2 if self.blocks * micro <= FULL_BLOCK_RUNS else 1
         return simulate(
-            self.recipe, exact, self.config, rates=self.rates, target=self.target, steps=steps, micro_batches=2,
+            self.recipe,
+            exact,
+            self.config,
+            rates=self.rates,
+            target=self.target,
+            steps=steps,
+            micro_batches=2,
             short=short,
         )
 

@@ -26,9 +26,18 @@ UNKNOWN_RATES = Rates(1e11, 1e10, "unknown device")
 
 
 def simulate(
-    recipe: Any, exact: ExactChoices, config: dict[str, Any], *, rates: Rates = UNKNOWN_RATES, target: str = "cpu",
-    steps: int = 2, blocks: int | None = None, micro_batches: int | None = None, timeline: bool = False,
-    documents: tuple[int, ...] | None = None, short: bool = False,
+    recipe: Any,
+    exact: ExactChoices,
+    config: dict[str, Any],
+    *,
+    rates: Rates = UNKNOWN_RATES,
+    target: str = "cpu",
+    steps: int = 2,
+    blocks: int | None = None,
+    micro_batches: int | None = None,
+    timeline: bool = False,
+    documents: tuple[int, ...] | None = None,
+    short: bool = False,
 ) -> MemoryProfile:
     """Peaks and seconds of training with these choices.
 
@@ -78,8 +87,15 @@ def simulate(
     phases["save"] = phases["resume"] = rest + (4 << 20)
     run.close()
     return MemoryProfile(
-        exact, peak, resting, phases, places, meter.seconds, meter.flops,
-        sum(p.numel() for _, p in run.parameters()), tracker.timeline,
+        exact,
+        peak,
+        resting,
+        phases,
+        places,
+        meter.seconds,
+        meter.flops,
+        sum(p.numel() for _, p in run.parameters()),
+        tracker.timeline,
     )
 
 
@@ -88,7 +104,7 @@ def _resting(tracker: Tracker, run: Run, batch: Batch) -> dict[str, int]:
     tracker.hold(run.model.buffers(), "weights")
     states = [s for state in run.optimizer.state.values() for s in state.values() if isinstance(s, torch.Tensor)]
     tracker.hold(states, "optimizer")
-    tracker.hold((t for t in (batch.ids, batch.labels, batch.positions) if t is not None), "batch")
+    tracker.hold(batch.tensors(), "batch")
     return {k: v for k, v in tracker.by_category.items() if v}
 
 
@@ -99,4 +115,5 @@ def _batch(mode: FakeTensorMode, rows: int, recipe: Any, documents: tuple[int, .
         documents = (0, seq - 1, seq) if seq > 2 else (0, seq)
     with mode:
         ids, labels, positions = (torch.zeros(rows, seq, dtype=torch.int64) for _ in range(3))
-    return Batch(ids, labels, positions, (documents,) * rows, rows * seq)
+        source = torch.zeros(rows, dtype=torch.int64)
+    return Batch(ids, labels, positions, (documents,) * rows, rows * seq, source=source)

@@ -132,9 +132,7 @@ def _places(recipe: Recipe) -> Iterator[Problem]:
         try:
             resolve_gpu(recipe.device)
         except SkimpError as error:
-            yield Problem(
-                "device", "cpu, cuda, or a card", f"'{recipe.device}'", error.why, tuple(error.instead)
-            )
+            yield Problem("device", "cpu, cuda, or a card", f"'{recipe.device}'", error.why, tuple(error.instead))
 
 
 def _pinned(recipe: Recipe) -> Iterator[Problem]:

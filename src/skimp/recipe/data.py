@@ -14,14 +14,8 @@ from skimp.recipe.fields import Flag, Section, Whole, Words, number, refuse
 def _sources(value: Any) -> Any:
     """One source or a list of them, as a tuple; 'pydoc' and ['pydoc'] are the same recipe."""
     listed = [value] if isinstance(value, str) else value
-    if (
-        not isinstance(listed, (list, tuple))
-        or not listed
-        or not all(isinstance(s, str) and s for s in listed)
-    ):
-        raise refuse(
-            "a file, folder, glob, Hub data set or 'pydoc', or a list of these", "write train: my.jsonl"
-        )
+    if not isinstance(listed, (list, tuple)) or not listed or not all(isinstance(s, str) and s for s in listed):
+        raise refuse("a file, folder, glob, Hub data set or 'pydoc', or a list of these", "write train: my.jsonl")
     return tuple(listed)
 
 
@@ -46,9 +40,7 @@ def _validation(value: Any) -> Any:
 Sources = Annotated[
     tuple[str, ...],
     BeforeValidator(_sources),
-    WithJsonSchema(
-        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
-    ),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}),
 ]
 
 
@@ -66,8 +58,7 @@ class Data(Section):
         WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}, {"type": "null"}]}),
     ] = Field(
         default=0.05,
-        description="Held-out text: a fraction of the training documents, a source of its own, or null "
-        "for none.",
+        description="Held-out text: a fraction of the training documents, a source of its own, or null for none.",
     )
     validation_tokens: Whole | None = Field(
         default=None, ge=1, description="Hold out at most this many tokens; null keeps the whole split."
@@ -88,8 +79,7 @@ class Data(Section):
     seed: Whole = Field(default=0, ge=0, description="Seed of the split and of the order of rows.")
     streaming: Flag = Field(
         default=False,
-        description="Tokenise while training, with bounded memory, instead of into a memory-mapped file "
-        "first.",
+        description="Tokenise while training, with bounded memory, instead of into a memory-mapped file first.",
     )
     encoding: Words = Field(default="utf-8", description="Character encoding of text files.")
 
@@ -99,6 +89,4 @@ class Data(Section):
         try:
             return codecs.lookup(value).name
         except LookupError:
-            raise refuse(
-                "a character encoding that Python knows", "write utf-8, latin-1, cp1252 or utf-16"
-            ) from None
+            raise refuse("a character encoding that Python knows", "write utf-8, latin-1, cp1252 or utf-16") from None

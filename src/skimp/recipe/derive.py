@@ -45,9 +45,7 @@ def fill(raw: dict[Any, Any]) -> dict[Any, Any]:
     if budget is None:
         filled["budget"] = {}
     elif not isinstance(budget, dict) and isinstance(budget, (str, int, float)):
-        filled["budget"] = {
-            "host" if str(filled.get("device", "cpu")).strip().lower() == "cpu" else "device": budget
-        }
+        filled["budget"] = {"host" if str(filled.get("device", "cpu")).strip().lower() == "cpu" else "device": budget}
     return filled
 
 

@@ -84,11 +84,7 @@ def cards() -> dict[str, Card]:
 def card_names() -> dict[str, str]:
     """Every spelling of a card -> its name."""
     table = json.loads(resources.files("skimp.recipe").joinpath("cards.json").read_text(encoding="utf-8"))
-    return {
-        plain(alias): row["name"]
-        for row in table["cards"]
-        for alias in [row["name"], *row.get("aliases", [])]
-    }
+    return {plain(alias): row["name"] for row in table["cards"] for alias in [row["name"], *row.get("aliases", [])]}
 
 
 def plain(name: str) -> str:
@@ -124,9 +120,7 @@ def resolve_gpu(text: str) -> Gpus:
 def _of_size(size_gb: int, text: str) -> Card:
     """A card of that marketing size: the least usable memory and the slowest rates of the cards sold so."""
     if not 1 <= size_gb <= 1024:
-        raise RecipeError(
-            f"device '{text}'", f"{size_gb} GB", "no card has that size", "the size on the box: 24GB"
-        )
+        raise RecipeError(f"device '{text}'", f"{size_gb} GB", "no card has that size", "the size on the box: 24GB")
     same = [card for card in cards().values() if card.size_gb == size_gb]
     if same:
         least = min(same, key=lambda card: card.budget_bytes)

@@ -51,13 +51,9 @@ def parse_document(text: str, origin: str) -> Document:
     """Parse YAML text; `origin` names it in errors."""
     root = _compose(text, origin)
     if root is None:
-        raise RecipeError(
-            f"recipe {origin}", "an empty file", instead="at least model, data.train and output"
-        )
+        raise RecipeError(f"recipe {origin}", "an empty file", instead="at least model, data.train and output")
     if not isinstance(root, yaml.MappingNode):
-        raise RecipeError(
-            f"recipe {origin}", f"{_shown(root)} at the top", "a recipe is a mapping of keys to values"
-        )
+        raise RecipeError(f"recipe {origin}", f"{_shown(root)} at the top", "a recipe is a mapping of keys to values")
     lines: dict[str, str] = {}
     _walk(root, "", origin, lines, ())
     return Document(_construct(root, origin), origin, lines)

@@ -100,9 +100,7 @@ def _problem(detail: dict[str, Any], root: type[BaseModel]) -> Problem:
     expected = _TYPES.get(kind, detail["msg"])
     if expected == _TYPES["model_type"]:
         names = ", ".join(section.model_fields) if section else ""
-        return Problem(
-            key, expected, shown(value), "", (f"its keys are {names}; leave it out for the defaults",)
-        )
+        return Problem(key, expected, shown(value), "", (f"its keys are {names}; leave it out for the defaults",))
     return Problem(key, expected, shown(value), "", (_help(field),))
 
 

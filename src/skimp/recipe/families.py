@@ -42,9 +42,7 @@ def check_family(config: dict[str, Any], origin: str) -> str:
     classes = config.get("architectures") or []
     named = ", ".join(classes) or "not given"
     if not isinstance(kind, str) or not kind:
-        raise ModelError(
-            f"model {origin}", "a config without model_type", instead=f"one of {', '.join(FAMILIES)}"
-        )
+        raise ModelError(f"model {origin}", "a config without model_type", instead=f"one of {', '.join(FAMILIES)}")
     if classes and not any(c.endswith(("ForCausalLM", "LMHeadModel")) for c in classes):
         raise ModelError(
             f"model {origin}",
@@ -58,8 +56,7 @@ def check_family(config: dict[str, Any], origin: str) -> str:
         raise ModelError(
             f"model {origin}",
             f"model_type '{kind}' with code of its own (auto_map)",
-            "trust_remote_code is off and stays off: the code would run here, and its memory could not be "
-            "planned",
+            "trust_remote_code is off and stays off: the code would run here, and its memory could not be planned",
             f"families known: {', '.join(FAMILIES)}",
         )
     # Only now, for a type outside the table: transformers' list costs a second and imports torch.
@@ -118,9 +115,7 @@ def _rotary(config: dict[str, Any]) -> int:
     hidden, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
-    head = config.get("head_dim") or (
-        128 if kind == "qwen3" else 256 if kind.startswith("gemma") else hidden // heads
-    )
+    head = config.get("head_dim") or (128 if kind == "qwen3" else 256 if kind.startswith("gemma") else hidden // heads)
     q, kv = heads * head, kv_heads * head
     attention = 2 * hidden * q + 2 * hidden * kv
     if kind == "qwen2":  # biases on q, k and v, none on o
@@ -154,17 +149,9 @@ def _opt(config: dict[str, Any]) -> int:
     block = 4 * hidden * hidden + 2 * hidden * inner + bias * (4 * hidden + inner + hidden) + 2 * affine
     # Two position rows more than the sequence: transformers' OPT keeps fairseq's offset of two.
     positions = (config["max_position_embeddings"] + 2) * hidden
-    final = (
-        affine
-        if config.get("do_layer_norm_before", True) and not config.get("_remove_final_layer_norm")
-        else 0
-    )
+    final = affine if config.get("do_layer_norm_before", True) and not config.get("_remove_final_layer_norm") else 0
     project = 2 * word * hidden if word != hidden else 0
     embedding = config["vocab_size"] * word
     return int(
-        config["num_hidden_layers"] * block
-        + positions
-        + final
-        + project
-        + embedding * (1 if tied(config) else 2)
+        config["num_hidden_layers"] * block + positions + final + project + embedding * (1 if tied(config) else 2)
     )

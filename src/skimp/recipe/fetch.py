@@ -46,18 +46,14 @@ def fetch_model(source: ModelSource) -> ModelSource:
         )
     if source.tokenizer is None and source.tokenizer_hub is not None:
         revision = source.revision if source.tokenizer_hub == source.hub else None
-        source = replace(
-            source, tokenizer=tokenizer_in(hub_folder(source.tokenizer_hub, revision, TOKENIZER_FILES))
-        )
+        source = replace(source, tokenizer=tokenizer_in(hub_folder(source.tokenizer_hub, revision, TOKENIZER_FILES)))
     if source.tokenizer is None:
         raise ModelError(
             f"model '{source.name}': a tokenizer",
             f"none: {source.why}",
             instead="put tokenizer.json beside config.json",
         )
-    if ".gguf" in {
-        p.suffix for p in (source.weights, source.tokenizer) if p
-    } and not importlib.util.find_spec("gguf"):
+    if ".gguf" in {p.suffix for p in (source.weights, source.tokenizer) if p} and not importlib.util.find_spec("gguf"):
         raise ModelError(
             f"model '{source.name}'",
             "the package gguf is not installed",
@@ -80,22 +76,17 @@ def check_model(recipe: Recipe, source: ModelSource) -> None:
             raise ModelError(
                 f"data.seq_len {seq_len} with model '{source.name}'",
                 f"the model has {limit} positions",
-                "its positions are a table with no rows beyond that"
-                if table
-                else "it was not trained beyond them",
+                "its positions are a table with no rows beyond that" if table else "it was not trained beyond them",
                 [
                     f"data.seq_len={limit}",
                     *([] if table else ["model.positions=extend to train longer ones knowingly"]),
                 ],
             )
     blocks, pinned = layer_count(source.config), recipe.exact.recompute
-    most = (
-        pinned if isinstance(pinned, int) else max(pinned, default=-1) + 1 if isinstance(pinned, tuple) else 0
-    )
+    most = pinned if isinstance(pinned, int) else max(pinned, default=-1) + 1 if isinstance(pinned, tuple) else 0
     if blocks is not None and most > blocks:
         raise ModelError(
-            f"exact.recompute {pinned if isinstance(pinned, int) else list(pinned or ())} with model "
-            f"'{source.name}'",
+            f"exact.recompute {pinned if isinstance(pinned, int) else list(pinned or ())} with model '{source.name}'",
             f"the model has {blocks} blocks, 0 to {blocks - 1}",
             instead="exact.recompute=all",
         )

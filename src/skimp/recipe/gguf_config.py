@@ -146,9 +146,7 @@ def _needed(header: Header, key: str, path: str | Path) -> Any:
     value = header.fields.get(key)
     if isinstance(value, list):  # one number a block: models with blocks of several widths
         if len(set(value)) != 1:
-            raise ModelError(
-                f"model {path}", f"'{key}' differs from block to block", "every block has one shape here"
-            )
+            raise ModelError(f"model {path}", f"'{key}' differs from block to block", "every block has one shape here")
         value = value[0]
     if value is None:
         raise ModelError(f"model {path}", f"a header without '{key}'", "the model's shapes need it")

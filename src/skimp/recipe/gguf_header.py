@@ -93,9 +93,7 @@ def read_header(path: str | Path) -> Header:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as buffer:
             if buffer[:4] != b"GGUF":
-                raise ModelError(
-                    f"model {path}", f"it starts with {buffer[:4]!r}", "a GGUF file starts with b'GGUF'"
-                )
+                raise ModelError(f"model {path}", f"it starts with {buffer[:4]!r}", "a GGUF file starts with b'GGUF'")
             return _read(_Cursor(buffer), path)
     except (struct.error, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise ModelError(
@@ -143,9 +141,7 @@ def read_floats(path: str | Path, header: Header, name: str) -> list[float]:
     for extent in header.shapes[name]:
         count *= extent
     if header.types[name] != _F32:
-        raise ModelError(
-            f"model {path}", f"tensor '{name}' of GGML type {header.types[name]}", "float32 is read here"
-        )
+        raise ModelError(f"model {path}", f"tensor '{name}' of GGML type {header.types[name]}", "float32 is read here")
     with Path(path).open("rb") as file:
         file.seek(header.offsets[name])
         data = file.read(4 * count)

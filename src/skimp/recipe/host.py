@@ -45,9 +45,7 @@ def host_budget(root: Path = Path("/")) -> HostBudget:
                 f"platform {sys.platform} does not tell",
                 instead="say it in the recipe: budget: {host: 16GB}",
             )
-        return HostBudget(
-            total, f"physical memory, {format_bytes(total)}; what is free of it is not known here"
-        )
+        return HostBudget(total, f"physical memory, {format_bytes(total)}; what is free of it is not known here")
     best = HostBudget(
         available + own, f"memory available on this machine, {format_bytes(available)} beside this process"
     )

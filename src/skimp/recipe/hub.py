@@ -39,9 +39,7 @@ def hub_folder(repo: str, revision: str | None, patterns: list[str]) -> Path:
     """A snapshot of a repository with the files that match; raises as `hub_file`."""
     from huggingface_hub import snapshot_download
 
-    return Path(
-        _ask(repo, revision, lambda: snapshot_download(repo, revision=revision, allow_patterns=patterns))
-    )
+    return Path(_ask(repo, revision, lambda: snapshot_download(repo, revision=revision, allow_patterns=patterns)))
 
 
 def cached_config(repo: str, revision: str | None) -> Path | None:
@@ -78,13 +76,9 @@ def _ask(repo: str, revision: str | None, download: Callable[[], Result]) -> Res
             instead=["check the spelling", "`hf auth login`"],
         ) from None
     except errors.RevisionNotFoundError:
-        raise ModelError(
-            asked, "no such revision", instead="leave model.revision out for the main branch"
-        ) from None
+        raise ModelError(asked, "no such revision", instead="leave model.revision out for the main branch") from None
     except errors.RemoteEntryNotFoundError as error:
-        raise ModelError(
-            asked, str(error).splitlines()[0], "it is no transformers model repository"
-        ) from None
+        raise ModelError(asked, str(error).splitlines()[0], "it is no transformers model repository") from None
     except errors.HFValidationError as error:
         raise ModelError(asked, str(error).splitlines()[0]) from None
     except (
@@ -96,12 +90,10 @@ def _ask(repo: str, revision: str | None, download: Callable[[], Result]) -> Res
         off = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE")
         raise ModelError(
             asked,
-            "not in the local cache, and the Hub cannot be reached"
-            + (" (offline mode is set)" if off else ""),
+            "not in the local cache, and the Hub cannot be reached" + (" (offline mode is set)" if off else ""),
             str(error).splitlines()[0] if str(error) else type(error).__name__,
             [
                 f"where there is a network: `hf download {repo}`, then copy the cache (HF_HOME) here",
-                "give a folder with config.json and weights, a .gguf file, or a preset (`model: "
-                "smollm2-135m`)",
+                "give a folder with config.json and weights, a .gguf file, or a preset (`model: smollm2-135m`)",
             ],
         ) from None

@@ -21,8 +21,7 @@ class Model(Section):
     )
     revision: Words | None = Field(
         default=None,
-        description="Branch, tag or commit of a Hub id; null takes the main branch and records the commit "
-        "it was.",
+        description="Branch, tag or commit of a Hub id; null takes the main branch and records the commit it was.",
     )
     init: Literal["pretrained", "scratch"] = Field(
         default="pretrained",
@@ -42,9 +41,7 @@ class Model(Section):
         return {"name": value} if isinstance(value, str) else value
 
     @classmethod
-    def __get_pydantic_json_schema__(
-        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return or_text(handler.resolve_ref_schema(handler(schema)))
 
 

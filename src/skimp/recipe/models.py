@@ -46,9 +46,7 @@ def resolve_model(
         source = _from_path(name, path)
     elif preset is not None and not (revision and preset.hub):
         source = _from_preset(name, preset, init)
-    elif (
-        preset is not None and preset.hub
-    ):  # a revision is one of the repository's, so the repository is meant
+    elif preset is not None and preset.hub:  # a revision is one of the repository's, so the repository is meant
         source = _from_hub(preset.hub, revision)
     elif re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) and path.suffix not in (".json", ".gguf"):
         source = _from_hub(name, revision)
@@ -74,9 +72,7 @@ def _from_path(name: str, path: Path) -> ModelSource:
     if path.is_dir():
         return _from_folder(name, path)
     if path.suffix == ".gguf":
-        return ModelSource(
-            "gguf", name, gguf_config(path), weights=path, tokenizer=path, why=f"GGUF file {path}"
-        )
+        return ModelSource("gguf", name, gguf_config(path), weights=path, tokenizer=path, why=f"GGUF file {path}")
     if path.suffix == ".json":
         why = f"the config {path} alone, without weights"
         return ModelSource("config", name, read_config(path), tokenizer=tokenizer_in(path.parent), why=why)

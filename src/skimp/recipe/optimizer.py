@@ -16,9 +16,7 @@ Beta = Annotated[Number, Field(ge=0, lt=1)]
 class Optimizer(Section):
     """The update rule. `optimizer: NAME` is short for `optimizer: {name: NAME}`."""
 
-    name: Words = Field(
-        default="adamw", description="An update rule of `skimp methods`, such as adamw or adamw8bit."
-    )
+    name: Words = Field(default="adamw", description="An update rule of `skimp methods`, such as adamw or adamw8bit.")
     betas: tuple[Beta, Beta] = Field(
         default=(0.9, 0.999), description="Decay of the first and of the second moment, each per step."
     )
@@ -30,7 +28,5 @@ class Optimizer(Section):
         return {"name": value} if isinstance(value, str) else value
 
     @classmethod
-    def __get_pydantic_json_schema__(
-        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return or_text(handler.resolve_ref_schema(handler(schema)))

@@ -30,9 +30,7 @@ class Problem:
     def error(self) -> RecipeError:
         """The problem as an error of its own."""
         place = f"  ({self.line})" if self.line else ""
-        return RecipeError(
-            f"{self.key}: {self.expected}{place}", self.found, self.why, [i for i in self.instead if i]
-        )
+        return RecipeError(f"{self.key}: {self.expected}{place}", self.found, self.why, [i for i in self.instead if i])
 
 
 class RecipeErrors(RecipeError):

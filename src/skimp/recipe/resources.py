@@ -18,20 +18,14 @@ class Budget(Section):
     On a CPU the host figure is for the whole process, the interpreter and its libraries included.
     """
 
-    device: Size | None = Field(
-        default=None, description="Memory of each accelerator; null takes what is free on it."
-    )
-    host: Size | None = Field(
-        default=None, description="Main memory of the process; null takes what is available."
-    )
+    device: Size | None = Field(default=None, description="Memory of each accelerator; null takes what is free on it.")
+    host: Size | None = Field(default=None, description="Main memory of the process; null takes what is available.")
     disk: Size | None = Field(
         default=None, description="Disk for checkpoints and offloaded tensors; null takes what is free."
     )
 
     @classmethod
-    def __get_pydantic_json_schema__(
-        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         section = handler.resolve_ref_schema(handler(schema))
         keep: dict[str, Any] = {key: section[key] for key in ("title", "description") if key in section}
         return {**keep, "anyOf": [{"type": ["string", "integer"]}, section]}
@@ -78,13 +72,10 @@ Recompute = Annotated[
 class Exact(Section):
     """Techniques that leave the mathematics alone. null lets the planner choose; a value pins it."""
 
-    micro_batch: Whole | None = Field(
-        default=None, ge=1, description="Rows that go through the model at once."
-    )
+    micro_batch: Whole | None = Field(default=None, ge=1, description="Rows that go through the model at once.")
     recompute: Recompute = Field(
         default=None,
-        description="Blocks whose activations are re-made in backward: none, all, a count, or a list of "
-        "indices.",
+        description="Blocks whose activations are re-made in backward: none, all, a count, or a list of indices.",
     )
     loss_chunk: Whole | None = Field(
         default=None, ge=1, description="Rows of the logits that exist at once in the loss head."

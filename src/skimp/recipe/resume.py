@@ -96,8 +96,7 @@ def _shorter(old: Recipe, new: Recipe) -> list[str]:
         before, after = getattr(old.train, name), getattr(new.train, name)
         if (before is None) != (after is None):
             found.append(
-                f"train.{name}: {'null' if before is None else before} -> "
-                f"{'null' if after is None else after}"
+                f"train.{name}: {'null' if before is None else before} -> {'null' if after is None else after}"
             )
         elif before is not None and after < before:
             found.append(f"train.{name}: {before} -> {after}, which is shorter")
@@ -106,9 +105,7 @@ def _shorter(old: Recipe, new: Recipe) -> list[str]:
 
 def _sentence(key: str, before: dict[str, Any], after: dict[str, Any], new: Recipe) -> str:
     text = f"{key}: {_said(before, key)} -> {_said(after, key)}; the new value is used"
-    if key in ("train.steps", "train.epochs") and (
-        new.train.schedule != "constant" or 0 < new.train.warmup < 1
-    ):
+    if key in ("train.steps", "train.epochs") and (new.train.schedule != "constant" or 0 < new.train.warmup < 1):
         text += (
             f", and the {new.train.schedule} schedule is laid over the new length: the learning rate of "
             "the coming steps "

@@ -23,18 +23,12 @@ class Eval(Section):
 
     at_start: Flag = Field(default=True, description="Evaluate before the first step.")
     at_end: Flag = Field(default=True, description="Evaluate after the last step.")
-    every: Whole | None = Field(
-        default=None, ge=1, description="Evaluate every so many steps; null does not."
-    )
-    tokens: Whole = Field(
-        default=4096, ge=1, description="Held-out tokens scored by one evaluation, at most."
-    )
+    every: Whole | None = Field(default=None, ge=1, description="Evaluate every so many steps; null does not.")
+    tokens: Whole = Field(default=4096, ge=1, description="Held-out tokens scored by one evaluation, at most.")
     keep_best: Flag = Field(
         default=False, description="Keep the checkpoint with the lowest held-out loss; needs `every`."
     )
-    early_stop: EarlyStop | None = Field(
-        default=None, description="Stop when the loss no longer falls; needs `every`."
-    )
+    early_stop: EarlyStop | None = Field(default=None, description="Stop when the loss no longer falls; needs `every`.")
 
 
 class Sample(Section):

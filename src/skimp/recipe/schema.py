@@ -33,21 +33,15 @@ class Recipe(Section):
         "weights and rounds "
         "updates stochastically.",
     )
-    device: Device = Field(
-        default="cpu", description="cpu, cuda, or a card to plan for: rtx-4090, 24GB, 8x80GB."
-    )
+    device: Device = Field(default="cpu", description="cpu, cuda, or a card to plan for: rtx-4090, 24GB, 8x80GB.")
     budget: Budget = Field(
         default_factory=Budget,
         description="Most memory the run may use, such as 2GB; null means all there is.",
     )
     train: Train = Field(default_factory=Train, description="The optimisation.")
-    optimizer: Optimizer = Field(
-        default_factory=Optimizer, description="The update rule; a name alone is enough."
-    )
+    optimizer: Optimizer = Field(default_factory=Optimizer, description="The update rule; a name alone is enough.")
     eval: Eval | None = Field(default_factory=Eval, description="Held-out loss; null switches it off.")
-    sample: Sample | None = Field(
-        default=None, description="One text generated before training and one after."
-    )
+    sample: Sample | None = Field(default=None, description="One text generated before training and one after.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="When the run is saved.")
     exact: Exact = Field(default_factory=Exact, description="Exact techniques to pin; all else is planned.")
     auto: Literal["exact", "approximate"] = Field(
@@ -66,9 +60,7 @@ class Recipe(Section):
     def _whole_recipe(self) -> Recipe:
         problems = contradictions(self)
         if problems:
-            raise PydanticCustomError(
-                "skimp_problems", "keys that contradict each other", {"problems": problems}
-            )
+            raise PydanticCustomError("skimp_problems", "keys that contradict each other", {"problems": problems})
         return self
 
     @property

@@ -26,9 +26,7 @@ class Loss(Section):
     label_smoothing: Number = Field(
         default=0.0, ge=0, lt=1, description="Probability mass spread evenly over the vocabulary."
     )
-    z_loss: Number = Field(
-        default=0.0, ge=0, description="Weight of the squared log of the softmax's normaliser."
-    )
+    z_loss: Number = Field(default=0.0, ge=0, description="Weight of the squared log of the softmax's normaliser.")
 
 
 class Spike(Section):
@@ -62,9 +60,9 @@ class Train(Section):
         default="cosine",
         description="Learning rate after warm-up; wsd is level, then falls over the last `decay`.",
     )
-    warmup: Annotated[
-        int | float, BeforeValidator(_warmup), WithJsonSchema({"type": "number", "minimum": 0})
-    ] = Field(default=0.05, description="Warm-up: whole steps, or a fraction of the run when below 1.")
+    warmup: Annotated[int | float, BeforeValidator(_warmup), WithJsonSchema({"type": "number", "minimum": 0})] = Field(
+        default=0.05, description="Warm-up: whole steps, or a fraction of the run when below 1."
+    )
     min_lr: Number = Field(default=0.0, ge=0, le=1, description="Learning rate at the end, as a ratio of lr.")
     decay: Number | None = Field(
         default=None,

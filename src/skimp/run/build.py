@@ -125,21 +125,25 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
     _name_blocks(model, structure)
     named = list(trainable(model))
     optimizer = make_optimizer(recipe, named)
-    weights = {f"{structure.head}.weight", f"{structure.embedding}.weight"} if structure.tied else {
-        f"{structure.head}.weight"
-    }
+    weights = (
+        {f"{structure.head}.weight", f"{structure.embedding}.weight"}
+        if structure.tied
+        else {f"{structure.head}.weight"}
+    )
     sinks = [name for name, _ in named if name in weights]
     delivery_class = InBackward if exact.in_backward else AfterBackward
     delivery = delivery_class(named, optimizer, recipe.train.clip, sinks)
     sink_name = sinks[0] if sinks else None
     head = Head(
-        model, structure, chunk=exact.loss_chunk, autocast=recipe.precision == "bf16-mixed",
-        label_smoothing=recipe.train.loss.label_smoothing, z_loss=recipe.train.loss.z_loss,
+        model,
+        structure,
+        chunk=exact.loss_chunk,
+        autocast=recipe.precision == "bf16-mixed",
+        label_smoothing=recipe.train.loss.label_smoothing,
+        z_loss=recipe.train.loss.z_loss,
         sink=(lambda: delivery.sink(sink_name)) if sink_name is not None else None,
     )
-    return Run(
-        recipe, exact, model, structure, head, optimizer, delivery, FirstOrder(head.loss, delivery), recompute
-    )
+    return Run(recipe, exact, model, structure, head, optimizer, delivery, FirstOrder(head.loss, delivery), recompute)
 
 
 def make_optimizer(recipe: Any, named: Sequence[tuple[str, nn.Parameter]]) -> Any:
@@ -149,7 +153,9 @@ def make_optimizer(recipe: Any, named: Sequence[tuple[str, nn.Parameter]]) -> An
         name = "adamw-bf16"
     rule = load(name, "update rule")
     options: dict[str, Any] = {
-        "lr": recipe.train.lr, "betas": tuple(recipe.optimizer.betas), "eps": recipe.optimizer.eps,
+        "lr": recipe.train.lr,
+        "betas": tuple(recipe.optimizer.betas),
+        "eps": recipe.optimizer.eps,
     }
     if recipe.precision == "bf16":
         options["seed"] = recipe.train.seed
@@ -164,10 +170,13 @@ def check_exact(exact: ExactChoices, recipe: Any) -> None:
     rows = recipe.rows_per_step
     if exact.in_backward and exact.micro_rows < rows:
         raise ConflictError(
-            "exact.in_backward=true", f"micro-batches of {exact.micro_rows} of {rows} rows",
+            "exact.in_backward=true",
+            f"micro-batches of {exact.micro_rows} of {rows} rows",
             "the gradient of one micro-batch is not the step's gradient, and it is freed before the next",
-            [f"exact.micro_batch={rows}: all rows at once, activations of {rows} rows",
-             "exact.in_backward=false: gradients are held, 4 bytes a parameter in fp32"],
+            [
+                f"exact.micro_batch={rows}: all rows at once, activations of {rows} rows",
+                "exact.in_backward=false: gradients are held, 4 bytes a parameter in fp32",
+            ],
         )
 
 
@@ -175,7 +184,8 @@ def check_positions(recipe: Any, structure: Structure) -> None:
     """The sequence must lie within the positions the model was trained with, unless the recipe says otherwise."""
     if recipe.data.seq_len > structure.positions and recipe.model.positions != "extend":
         raise ModelError(
-            f"data.seq_len {recipe.data.seq_len}", f"{structure.positions} positions in the model's config",
+            f"data.seq_len {recipe.data.seq_len}",
+            f"{structure.positions} positions in the model's config",
             "beyond them rotary angles were never trained and learned positions do not exist",
             [f"data.seq_len={structure.positions}", "model.positions=extend, for rotary models, knowingly"],
         )

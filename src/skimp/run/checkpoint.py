@@ -54,9 +54,7 @@ __all__ = ["Checkpoint", "Later", "best_checkpoint", "clean_name", "latest", "lo
 Groups = Mapping[str, Iterable[tuple[str, "Tensor | Later"]]]
 
 
-def save(
-    root: Path, step: int, groups: Groups, meta: Mapping[str, Any], *, keep: int, best: bool = False
-) -> Path:
+def save(root: Path, step: int, groups: Groups, meta: Mapping[str, Any], *, keep: int, best: bool = False) -> Path:
     """Write `root/step-NNNNNNNN` completely, or leave everything as it was.
 
     Args:
@@ -80,9 +78,7 @@ def save(
     """
     root = Path(root)
     if keep < 1 or step < 0:
-        raise CheckpointError(
-            f"save(step={step}, keep={keep})", why="step starts at 0 and the newest always stays"
-        )
+        raise CheckpointError(f"save(step={step}, keep={keep})", why="step starts at 0 and the newest always stays")
     tensors, aliases = _gather(groups)
     state = _state(step, meta, aliases)
     needed = _bytes_needed(tensors, state)
@@ -192,9 +188,7 @@ def _check_room(root: Path, needed: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _write_aside(
-    aside: Path, tensors: Mapping[str, Mapping[str, Tensor | Later]], state: bytes
-) -> dict[str, Any]:
+def _write_aside(aside: Path, tensors: Mapping[str, Mapping[str, Tensor | Later]], state: bytes) -> dict[str, Any]:
     """Fill the folder, flush it, and return size and checksums by file name."""
     reach("before_write")
     aside.mkdir()
@@ -232,9 +226,7 @@ def _disk_error(root: Path, step: int, needed: int, error: OSError) -> Checkpoin
     return CheckpointError(
         f"saving step {step} to {root}: {format_bytes(needed)}",
         f"{error.strerror or error} ({format_bytes(free)} free); {intact}",
-        "a checkpoint is written in full before an older one is removed"
-        if full
-        else "the file system refused",
+        "a checkpoint is written in full before an older one is removed" if full else "the file system refused",
         [
             f"free {format_bytes(short)} there, or name an output on another disk",
             "then continue with --resume",

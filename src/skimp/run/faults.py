@@ -55,9 +55,7 @@ def _kill_if_due(asked: str, point: str) -> None:
     global _hits
     wanted, _, count = asked.partition(":")
     if wanted not in POINTS or not count.isdecimal() or int(count) < 1:
-        raise SkimpError(
-            "SKIMP_FAULT: 'point:n'", f"{asked!r}", "it is a test facility", did_you_mean(wanted, POINTS)
-        )
+        raise SkimpError("SKIMP_FAULT: 'point:n'", f"{asked!r}", "it is a test facility", did_you_mean(wanted, POINTS))
     if point == wanted:
         _hits += 1
         if _hits == int(count):

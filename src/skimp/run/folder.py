@@ -78,9 +78,7 @@ class RunFolder:
         self.close()
 
 
-def claim(
-    output: Path, fingerprint: Mapping[str, Any], resume: bool, *, may_change: Iterable[str] = ()
-) -> RunFolder:
+def claim(output: Path, fingerprint: Mapping[str, Any], resume: bool, *, may_change: Iterable[str] = ()) -> RunFolder:
     """Take a folder for a run, or refuse and touch nothing.
 
     Args:
@@ -143,9 +141,7 @@ def _check_content(output: Path, resume: bool) -> None:
         if not resume and begun(output):
             going_on = "continue that run: --resume"
             if latest(output / "checkpoints") is None:
-                going_on = (
-                    f"it has no complete checkpoint to go on from: remove {output} if you do not need it"
-                )
+                going_on = f"it has no complete checkpoint to go on from: remove {output} if you do not need it"
             raise CheckpointError(
                 f"a new run in {output}",
                 f"another run's folder: {_listed(names)}",
@@ -160,9 +156,7 @@ def _check_content(output: Path, resume: bool) -> None:
             ["name a new or empty output folder"],
         )
     elif resume:
-        raise CheckpointError(
-            f"resume the run in {output}", "no run there", instead="start it without --resume"
-        )
+        raise CheckpointError(f"resume the run in {output}", "no run there", instead="start it without --resume")
 
 
 def _listed(names: list[str]) -> str:
@@ -184,9 +178,7 @@ def _read_run(output: Path) -> dict[str, Any]:
     return dict(run)
 
 
-def _check_same(
-    output: Path, saved: Mapping[str, Any], now: Mapping[str, Any], may_change: Iterable[str]
-) -> None:
+def _check_same(output: Path, saved: Mapping[str, Any], now: Mapping[str, Any], may_change: Iterable[str]) -> None:
     absent = object()
     changed = [
         f"{key}: was {_shown(saved, key)}, now {_shown(now, key)}"

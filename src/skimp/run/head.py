@@ -34,8 +34,15 @@ class Head:
     """
 
     def __init__(
-        self, model: nn.Module, structure: Structure, *, chunk: int | None = None, autocast: bool = False,
-        label_smoothing: float = 0.0, z_loss: float = 0.0, sink: Callable[[], Tensor | None] | None = None,
+        self,
+        model: nn.Module,
+        structure: Structure,
+        *,
+        chunk: int | None = None,
+        autocast: bool = False,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        sink: Callable[[], Tensor | None] | None = None,
     ) -> None:
         self.model = model
         self.structure = structure
@@ -101,10 +108,17 @@ class Head:
                 trim()
             with scope("logits"):
                 return linear_cross_entropy(
-                    hidden, self.weight, batch.labels, bias=self.bias, compute_dtype=self._products(),
+                    hidden,
+                    self.weight,
+                    batch.labels,
+                    bias=self.bias,
+                    compute_dtype=self._products(),
                     token_weights=batch.weights,
-                    normaliser=normaliser, chunk_rows=self.chunk,
-                    weight_grad_into=self.sink() if self.sink is not None else None, **self.terms, **self.logits,
+                    normaliser=normaliser,
+                    chunk_rows=self.chunk,
+                    weight_grad_into=self.sink() if self.sink is not None else None,
+                    **self.terms,
+                    **self.logits,
                 )
 
     @torch.no_grad()
@@ -119,7 +133,11 @@ class Head:
                     hidden = self._hidden(batch)
                     with scope("logits"):
                         loss, correct, _ = linear_cross_entropy_eval(
-                            hidden, self.weight, batch.labels, bias=self.bias, chunk_rows=self.chunk,
+                            hidden,
+                            self.weight,
+                            batch.labels,
+                            bias=self.bias,
+                            chunk_rows=self.chunk,
                             compute_dtype=self._products(),
                             **self.logits,
                         )

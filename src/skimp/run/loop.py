@@ -154,11 +154,9 @@ class Loop:
         tracker, run = Tracker(), self.run
         tracker.hold((p for _, p in run.parameters()), "weights")
         tracker.hold(run.model.buffers(), "weights")
-        states = (
-            v for s in run.optimizer.state.values() for v in s.values() if hasattr(v, "untyped_storage")
-        )
+        states = (v for s in run.optimizer.state.values() for v in s.values() if hasattr(v, "untyped_storage"))
         tracker.hold(states, "optimizer")
-        tracker.hold((batch.ids, batch.labels, batch.positions), "batch")
+        tracker.hold(batch.tensors(), "batch")
         with tracker:
             result = run.step(batch)
         self.state.measured_peak = max(self.state.measured_peak, tracker.peak.total)

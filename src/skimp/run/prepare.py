@@ -55,17 +55,13 @@ def prepare_text(recipe: Any, config: dict[str, Any], tokenizer: Path, voice: Vo
     for line in prepared.report.lines():
         voice.say(line)
     if recipe.eval is not None and prepared.validation is None:
-        raise DataError(
-            "eval: held-out text", "no validation set", instead=["data.validation=0.05", "eval=null"]
-        )
+        raise DataError("eval: held-out text", "no validation set", instead=["data.validation=0.05", "eval=null"])
     schedule = make_schedule(recipe, prepared.rows_per_epoch)
     if recipe.train.epochs is not None:
         rows = recipe.rows_per_step
         voice.say(f"{recipe.train.epochs:g} epochs are {schedule.steps} optimizer steps of {rows} rows")
     if isinstance(recipe.train.warmup, int) and schedule.warmup_steps < recipe.train.warmup:
-        voice.say(
-            f"train.warmup {recipe.train.warmup}: {schedule.warmup_steps}, so that the run reaches its lr"
-        )
+        voice.say(f"train.warmup {recipe.train.warmup}: {schedule.warmup_steps}, so that the run reaches its lr")
     return Text(prepared, schedule, prompt, tokenizer)
 
 

@@ -93,9 +93,7 @@ def write(
     specs = {name: spec_of(name, value) for name, value in tensors.items()}
     for name in specs:
         if name in ("", "__metadata__"):
-            raise CheckpointError(
-                f"saving a tensor named '{name}'", "a reserved name", instead="give it another name"
-            )
+            raise CheckpointError(f"saving a tensor named '{name}'", "a reserved name", instead="give it another name")
     header, order = layout(specs, metadata)
     sums = {"": zlib.crc32(header)}
     staging = Staging()
@@ -196,9 +194,7 @@ class SafetensorsReader:
             CheckpointError: no such name, with the nearest ones.
         """
         if name not in self.specs:
-            raise CheckpointError(
-                f"'{name}' in {self.path}", "no such tensor", instead=did_you_mean(name, self.specs)
-            )
+            raise CheckpointError(f"'{name}' in {self.path}", "no such tensor", instead=did_you_mean(name, self.specs))
         return self.specs[name]
 
     def read(self, name: str, checksum: int | None = None) -> Tensor:

@@ -42,9 +42,7 @@ class Saver:
         """The newest complete checkpoint, whichever process wrote it."""
         return latest(self.root)
 
-    def save(
-        self, loop: Loop, best: bool = False, data: Mapping[str, Any] | None = None, spare: int = 0
-    ) -> Path:
+    def save(self, loop: Loop, best: bool = False, data: Mapping[str, Any] | None = None, spare: int = 0) -> Path:
         """One complete checkpoint of the present step.
 
         Args:

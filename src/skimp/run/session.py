@@ -78,11 +78,7 @@ def _refused(folder: RunFolder, error: OSError) -> CheckpointError:
         "a run keeps its metrics and summary there",
         [
             "free space there, or name an output on another disk",
-            *(
-                [f"then continue from the last checkpoint: skimp train {folder.path} --resume"]
-                if kept
-                else []
-            ),
+            *([f"then continue from the last checkpoint: skimp train {folder.path} --resume"] if kept else []),
         ],
     )
 
@@ -108,7 +104,15 @@ def already_finished(folder: RunFolder, recipe: Any, text: Text) -> Outcome | No
 
 
 def train(
-    recipe: Any, plan: Any, source: Any, text: Text, folder: RunFolder, *, resume: bool, voice: Voice
+    recipe: Any,
+    plan: Any,
+    source: Any,
+    text: Text,
+    folder: RunFolder,
+    *,
+    resume: bool,
+    voice: Voice,
+    asked: Any = None,
 ) -> Outcome:
     """Execute exactly what was planned.
 
@@ -120,6 +124,7 @@ def train(
         folder: claimed for this run.
         resume: go on from the newest complete checkpoint.
         voice: where to speak.
+        asked: the recipe as it was given, where `auto: approximate` settled on another; it is what a resume reads.
     """
     with ExitStack() as stack:
         stream = text.prepared.stream(recipe.train.batch_tokens)
@@ -133,7 +138,7 @@ def train(
             truncate_jsonl(folder.metrics, state.step)
             truncate_jsonl(folder.path / "evals.jsonl", state.step)
             voice.say(f"resumed from {saved.path} at step {state.step}")
-        write_json(folder.path / "recipe.json", recipe.as_dict())
+        write_json(folder.path / "recipe.json", (asked or recipe).as_dict())
         write_json(folder.path / "plan.json", plan.as_dict())
         seed_everything(recipe.train.seed)
 
@@ -152,9 +157,7 @@ def train(
             revision = saved.meta.get("revision", revision)
             saved.close()
         facts = {"recipe": recipe.as_dict(), "plan": plan.as_dict(), "revision": revision}
-        saver = Saver(
-            folder.checkpoints, recipe.checkpoint.keep, facts, lambda path: voice.say(f"saved {path}")
-        )
+        saver = Saver(folder.checkpoints, recipe.checkpoint.keep, facts, lambda path: voice.say(f"saved {path}"))
         beside = _Beside(run, recipe, text, voice, state)
         evaluate = beside.evaluate if recipe.eval is not None else None
         loop = Loop(run, stream, text.schedule, folder, saver, evaluate, voice.step, state)

@@ -59,9 +59,7 @@ def skeleton(config: dict[str, Any], dtype: torch.dtype) -> nn.Module:
     from transformers.initialization import no_init_weights
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    facts = {
-        k: v for k, v in config.items() if k not in ("transformers_version", "architectures", "auto_map")
-    }
+    facts = {k: v for k, v in config.items() if k not in ("transformers_version", "architectures", "auto_map")}
     kind = facts.pop("model_type", None)
     try:
         described = AutoConfig.for_model(str(kind), **facts)
@@ -109,9 +107,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(old)
 
 
-def materialise(
-    model: nn.Module, dtype: torch.dtype, make: Callable[[torch.Size, torch.dtype], Tensor]
-) -> None:
+def materialise(model: nn.Module, dtype: torch.dtype, make: Callable[[torch.Size, torch.dtype], Tensor]) -> None:
     """Give every meta parameter storage from `make(shape, dtype)`; tied parameters share it. In place.
 
     Floating parameters become `dtype`. Buffers computed at construction stay as they are.

@@ -39,9 +39,7 @@ def nothing_moved(run: Run) -> bool:
     return not run.exact.in_backward or run.recipe.train.clip is not None
 
 
-def spiked(
-    run: Run, loss: float, recent: list[float], step: int, newest: Path | None
-) -> NonFiniteError | None:
+def spiked(run: Run, loss: float, recent: list[float], step: int, newest: Path | None) -> NonFiniteError | None:
     """The error for a loss above `train.spike.factor` times its recent median, or None."""
     rule, usual = run.recipe.train.spike, median(recent)
     if loss <= rule.factor * usual:

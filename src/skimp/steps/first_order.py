@@ -51,8 +51,10 @@ class FirstOrder:
         trained = sum(batch.trained for batch in micro_batches)
         if trained == 0:
             raise DataError(
-                f"at least one trained token in optimizer step {self.delivery.step_index + 1}", "none",
-                "a loss over nothing would read 0.0 and train nothing", "raise data.seq_len or check the data's labels",
+                f"at least one trained token in optimizer step {self.delivery.step_index + 1}",
+                "none",
+                "a loss over nothing would read 0.0 and train nothing",
+                "raise data.seq_len or check the data's labels",
             )
         delivered = None
         loss = 0.0
@@ -79,7 +81,8 @@ class FirstOrder:
         loss = read(total, expect=1.0)
         if loss != loss or abs(loss) == float("inf"):
             raise NonFiniteError(
-                f"a finite loss in optimizer step {self.delivery.step_index + 1}", f"{loss}",
+                f"a finite loss in optimizer step {self.delivery.step_index + 1}",
+                f"{loss}",
                 "the forward pass overflowed or met a NaN weight",
                 "lower train.lr, lengthen train.warmup, or use precision fp32",
             )

@@ -69,9 +69,7 @@ def test_encode_is_the_definition(signed, shape, native):
     assert torch.equal(parts["absmax"], absmax)
     assert torch.equal(parts["codes"].view(-1).long(), codes)
     assert sum(t.numel() * t.element_size() for t in parts.values()) == codec.nbytes(shape)
-    expected = (torch.tensor(codebook(signed))[codes] * absmax.repeat_interleave(256)[: x.numel()]).view(
-        shape
-    )
+    expected = (torch.tensor(codebook(signed))[codes] * absmax.repeat_interleave(256)[: x.numel()]).view(shape)
     assert torch.equal(codec.decode(parts, shape, torch.float32), expected)
     with reference_only():
         assert torch.equal(codec.decode(parts, shape, torch.float32), expected)
@@ -81,15 +79,9 @@ def test_encode_is_the_definition(signed, shape, native):
 @BOTH
 def test_every_bin_edge_and_midpoint(signed):
     """All floats next to a look-up edge or a midpoint: the place where the table could be wrong."""
-    edges = (
-        torch.arange(FIRST_BIN, FIRST_BIN + BINS, dtype=torch.int32)
-        .bitwise_left_shift(16)
-        .view(torch.float32)
-    )
+    edges = torch.arange(FIRST_BIN, FIRST_BIN + BINS, dtype=torch.int32).bitwise_left_shift(16).view(torch.float32)
     points = torch.cat([edges, torch.tensor(midpoints(signed)).abs(), torch.tensor([0.0, 1e-30, 1e-45])])
-    points = torch.cat(
-        [points, torch.nextafter(points, torch.tensor(0.0)), torch.nextafter(points, torch.tensor(1.0))]
-    )
+    points = torch.cat([points, torch.nextafter(points, torch.tensor(0.0)), torch.nextafter(points, torch.tensor(1.0))])
     points = torch.cat([points, -points]) if signed else points
     blocks = torch.ones(-(-points.numel() // 255), 256)  # a 1 in each block makes absmax 1
     blocks[:, :255].reshape(-1)

@@ -55,15 +55,11 @@ def from_meta(meta: Mapping[str, Any]) -> Codec:
     options = dict(meta)
     name = options.pop("codec", None)
     if not isinstance(name, str):
-        raise SkimpError(
-            "the meta of a codec", f"no 'codec' in {dict(meta)!r}", instead="pass what meta() gave"
-        )
+        raise SkimpError("the meta of a codec", f"no 'codec' in {dict(meta)!r}", instead="pass what meta() gave")
     try:
         codec: Codec = load(name, "codec")(**options)
     except TypeError as error:
-        raise SkimpError(
-            f"codec '{name}' with {options}", str(error), instead="pass what meta() gave"
-        ) from error
+        raise SkimpError(f"codec '{name}' with {options}", str(error), instead="pass what meta() gave") from error
     return codec
 
 

@@ -81,9 +81,7 @@ def _stochastic_round_fake(x: Tensor, key: int, stream: int, offset: int) -> Ten
 @declare_workspace("skimp::bf16_stochastic_round")
 def _round_workspace(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     x, _, _, offset = args
-    if x.numel() == 0 or (
-        x.dtype == torch.float32 and native_form("bf16_stochastic_round", x.device) is not None
-    ):
+    if x.numel() == 0 or (x.dtype == torch.float32 and native_form("bf16_stochastic_round", x.device) is not None):
         return 0
     size = min(CHUNK, x.numel())
     blocks = (size + offset % 4 + 3) // 4

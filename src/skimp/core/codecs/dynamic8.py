@@ -120,9 +120,7 @@ def _decode_fake(codes: Tensor, absmax: Tensor, signed: bool, dtype: torch.dtype
 @declare_workspace("skimp::dynamic8_decode")
 def _decode_workspace(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     codes, _, _, dtype = args
-    if codes.numel() == 0 or (
-        dtype == torch.float32 and native_form("dynamic8_decode", codes.device) is not None
-    ):
+    if codes.numel() == 0 or (dtype == torch.float32 and native_form("dynamic8_decode", codes.device) is not None):
         return 0
     chunk = min(CHUNK, padded(codes.numel()))
     return 4 * chunk + Scratch.nbytes(chunk) + Tables.nbytes(codes.device)

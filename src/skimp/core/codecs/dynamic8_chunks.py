@@ -27,9 +27,7 @@ class Tables:
 
     def __init__(self, signed: bool, device: torch.device) -> None:
         entries, start, middle = _writeable(signed)
-        self.entries, self.start, self.middle = (
-            torch.from_numpy(a).to(device) for a in (entries, start, middle)
-        )
+        self.entries, self.start, self.middle = (torch.from_numpy(a).to(device) for a in (entries, start, middle))
         self.zero_code = zero_code(signed)
 
     @staticmethod
@@ -69,9 +67,7 @@ def padded(n: int) -> int:
     return (n + BLOCK - 1) // BLOCK * BLOCK
 
 
-def encode_chunk(
-    x: Tensor, codes: Tensor, absmax: Tensor, table: Tables, keep_sign: bool, s: Scratch
-) -> None:
+def encode_chunk(x: Tensor, codes: Tensor, absmax: Tensor, table: Tables, keep_sign: bool, s: Scratch) -> None:
     """Encode one chunk with the scratch only.
 
     Args:
@@ -87,9 +83,7 @@ def encode_chunk(
     torch.abs(x, out=ratio)
     torch.amax(ratio.view(blocks, BLOCK), dim=1, out=absmax)
     torch.eq(absmax, 0, out=s.zero[:blocks])
-    scale.copy_(absmax).masked_fill_(
-        s.zero[:blocks], 1.0
-    )  # a block of zeros: 0 / 1 = 0, and 0 · absmax = 0 back
+    scale.copy_(absmax).masked_fill_(s.zero[:blocks], 1.0)  # a block of zeros: 0 / 1 = 0, and 0 · absmax = 0 back
     torch.div(x.view(blocks, BLOCK), scale.unsqueeze(1), out=ratio.view(blocks, BLOCK))
     find_codes(ratio, index, table, s)
     if keep_sign:

@@ -40,9 +40,7 @@ def lookup(signed: bool) -> tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, An
     start = numpy.concatenate([_codes(lowest, signed), _codes(-highest, signed)]).astype(numpy.int32)
     end = numpy.concatenate([_codes(highest, signed), _codes(-lowest, signed)])
     if (end - start).max() > 1:
-        raise SkimpError(
-            "dynamic 8-bit look-up bins with at most one midpoint each", "two", instead="use finer bins"
-        )
+        raise SkimpError("dynamic 8-bit look-up bins with at most one midpoint each", "two", instead="use finer bins")
     return start, middle
 
 

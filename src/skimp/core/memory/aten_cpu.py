@@ -15,8 +15,25 @@ from skimp.core.workspace import declare_workspace
 
 #: Elementwise operators that turn a Python number into a 0-d tensor first.
 _BINARY = (
-    "add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "rsub", "maximum", "minimum", "remainder", "fmod",
-    "eq", "ne", "lt", "le", "gt", "ge",
+    "add",
+    "add_",
+    "sub",
+    "sub_",
+    "mul",
+    "mul_",
+    "div",
+    "div_",
+    "rsub",
+    "maximum",
+    "minimum",
+    "remainder",
+    "fmod",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
 )
 
 #: oneDNN multiplies half dtypes from 16 x 16 x 16 multiplications on.

@@ -201,9 +201,24 @@ class _SavedNumbers(TorchFunctionMode):
     #: Products and quotients: autograd keeps the other factor. Sums keep nothing.
     KEEPING = frozenset(
         {
-            torch.mul, torch.div, torch.multiply, torch.divide, torch.true_divide,
-            Tensor.mul, Tensor.mul_, Tensor.div, Tensor.div_, Tensor.multiply, Tensor.divide, Tensor.true_divide,
-            Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__, Tensor.__truediv__, Tensor.__itruediv__, Tensor.__div__,
+            torch.mul,
+            torch.div,
+            torch.multiply,
+            torch.divide,
+            torch.true_divide,
+            Tensor.mul,
+            Tensor.mul_,
+            Tensor.div,
+            Tensor.div_,
+            Tensor.multiply,
+            Tensor.divide,
+            Tensor.true_divide,
+            Tensor.__mul__,
+            Tensor.__rmul__,
+            Tensor.__imul__,
+            Tensor.__truediv__,
+            Tensor.__itruediv__,
+            Tensor.__div__,
         }
     )
 

@@ -34,9 +34,7 @@ FLAGS = (
 
 def stamp() -> str:
     """Hash of source, flags and CPU: `-march=native` code may not run on another CPU."""
-    text = "\n".join(
-        [SOURCE.read_text(encoding="utf-8"), " ".join(FLAGS), platform.machine(), _cpu_features()]
-    )
+    text = "\n".join([SOURCE.read_text(encoding="utf-8"), " ".join(FLAGS), platform.machine(), _cpu_features()])
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
@@ -72,17 +70,13 @@ def build(target: Path = LIBRARY) -> Path:
     try:
         handle, aside = tempfile.mkstemp(prefix=target.stem, suffix=".so.part", dir=target.parent)
     except OSError as error:
-        raise SkimpError(
-            "a folder to build the native kernels in", f"{target.parent}: {error.strerror}"
-        ) from error
+        raise SkimpError("a folder to build the native kernels in", f"{target.parent}: {error.strerror}") from error
     os.close(handle)
     try:
         command = [found, *FLAGS, f'-DSKIMP_STAMP="{stamp()}"', str(SOURCE), "-o", aside, "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise SkimpError(
-                f"{SOURCE.name} compiled by {found}", done.stderr.strip() or f"exit {done.returncode}"
-            )
+            raise SkimpError(f"{SOURCE.name} compiled by {found}", done.stderr.strip() or f"exit {done.returncode}")
         os.chmod(aside, 0o755)
         os.replace(aside, target)
     finally:

@@ -127,9 +127,7 @@ def philox(out: Tensor, key: int, stream: int, offset: int) -> None:
 
 def bf16_stochastic_round(x: Tensor, out: Tensor, key: int, stream: int, offset: int) -> None:
     """`x` float32 → `out` bf16, same shape."""
-    _library().skimp_bf16_round(
-        x.data_ptr(), out.data_ptr(), key, stream, offset, x.numel(), torch.get_num_threads()
-    )
+    _library().skimp_bf16_round(x.data_ptr(), out.data_ptr(), key, stream, offset, x.numel(), torch.get_num_threads())
 
 
 def dynamic8_encode(x: Tensor, codes: Tensor, absmax: Tensor, signed: bool, keep_sign: bool) -> None:
@@ -188,9 +186,7 @@ def adamw8bit(
     )
 
 
-def adamw_bf16(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, scalars: tuple[float, ...], key: int, step: int
-) -> None:
+def adamw_bf16(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scalars: tuple[float, ...], key: int, step: int) -> None:
     """One step in place; `p` bf16, `g` float32 or bf16, `m` and `v` both float32 or both bf16."""
     _library().skimp_adamw_bf16(
         ctypes.byref(Scalars(*scalars)),
