@@ -19,7 +19,7 @@ SHORT := train.steps=3 data.seq_len=128 train.batch_tokens=512 eval.tokens=1024
 
 .DEFAULT_GOAL := help
 .PHONY: help install native train quickstart-short test test-all lint format types docs docs-serve \
-        bench-hf bench-oracle bench-plan bench-kills clean
+        bench-hf bench-oracle bench-plan bench-resident bench-kills clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -92,6 +92,9 @@ bench-oracle: install  ## simulated peak against the allocator's own events
 
 bench-plan: install  ## how long a plan takes, and how much memory
 	$(BIN)/python benchmarks/plan.py $(ARGS)
+
+bench-resident: install  ## predicted against measured resident memory
+	$(BIN)/python benchmarks/resident.py $(ARGS)
 
 bench-kills: install  ## kill a run twenty times; the weights must come out bit-equal
 	$(BIN)/python benchmarks/kills.py $(ARGS)

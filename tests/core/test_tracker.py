@@ -36,7 +36,7 @@ def test_live_bytes_are_the_sum_over_live_unique_storages(before: set[int]) -> N
     g = torch.Generator().manual_seed(3)
     with Tracker() as tracker, torch.no_grad():
         held: list[Tensor] = [torch.randn(31, 17, generator=g)]
-        for step in range(60):
+        for step in range(25):
             choice = int(torch.randint(0, 5, (1,), generator=g))
             x = held[step % len(held)]
             if choice == 0:

@@ -7,6 +7,8 @@ No weights, no data, and in memory only the book-keeping: an 80-block model need
 from __future__ import annotations
 
 import contextlib
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -65,7 +67,7 @@ def simulate(
     tracker = Tracker(timeline=timeline, host_rules=target == "cpu", observer=meter)
     batch = _batch(mode, recipe.rows_per_step, recipe, documents)
     loops = shortened() if short else contextlib.nullcontext()
-    with attention.target(target), loops, mode, tracker:
+    with attention.target(target), loops, _no_collector(), mode, tracker:
         resting = _resting(tracker, run, batch)
         # The whole step's rows are there; of its micro-batches so many are run.
         part = batch if micro_batches is None else batch.take(0, min(batch.rows, exact.micro_rows * micro_batches))
@@ -97,6 +99,19 @@ def simulate(
         sum(p.numel() for _, p in run.parameters()),
         tracker.timeline,
     )
+
+
+@contextlib.contextmanager
+def _no_collector() -> Iterator[None]:
+    """No garbage collection meanwhile: it would walk every book-keeping object again and again (a fifth of the time),
+    and nothing a step frees hangs in a cycle, which the contract tables hold against real steps."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _resting(tracker: Tracker, run: Run, batch: Batch) -> dict[str, int]:
