@@ -1,5 +1,49 @@
-"""kernels: its methods, listed without importing them."""
+"""kernels: fused operations under one name: a plain reference and a native CPU form. Listed without importing them."""
 
-from skimp.core.registry import Facts
+from __future__ import annotations
 
-FACTS: list[Facts] = []
+import importlib
+from typing import Any
+
+from skimp.core.registry import Facts, Paper
+
+_LIGER = Paper("Liger Kernel: Efficient Triton Kernels for LLM Training", 2024, "2410.10989")
+
+FACTS: list[Facts] = [
+    Facts(
+        name="fused-rmsnorm",
+        kind="kernel",
+        summary="RMSNorm in one pass forward and two backward, keeping its input and one number a row",
+        where="skimp.kernels.fused:rms_norm",
+        attacks=("activations",),
+        exact=True,
+        saves="one tensor of the layer's width per norm: rows x hidden x 4 bytes",
+        paper=_LIGER,
+        needs=("float32 on a CPU", "the native kernels (python -m skimp.kernels.native)"),
+    ),
+    Facts(
+        name="fused-swiglu",
+        kind="kernel",
+        summary="silu(gate) * up in one pass each way, keeping gate and up",
+        where="skimp.kernels.fused:swiglu",
+        attacks=("activations",),
+        exact=True,
+        saves="one tensor of the MLP's width per block: rows x intermediate x 4 bytes",
+        paper=_LIGER,
+        needs=("float32 on a CPU", "the native kernels (python -m skimp.kernels.native)"),
+    ),
+]
+
+_WHERE = {
+    "Fused": "apply",
+    "rms_norm": "fused",
+    "rms_norm_reference": "fused",
+    "swiglu": "fused",
+    "swiglu_reference": "fused",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(importlib.import_module(f"skimp.kernels.{_WHERE[name]}"), name)
+    raise AttributeError(f"module 'skimp.kernels' has no attribute '{name}'")

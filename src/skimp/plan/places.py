@@ -22,7 +22,7 @@ SLACK: dict[Policy, tuple[int, float]] = {"return": (60_000_000, 0.02), "reuse":
 #: Where the policy cannot be set (no glibc), freed tensors stay in the heap; the gap was 300 MB on the quickstart.
 SLACK_NO_POLICY = (300_000_000, 0.05)
 #: Time of a step under "return" against "reuse": fresh pages are mapped and zeroed for every activation.
-RETURN_COST = 1.2
+RETURN_COST = 1.35
 
 
 @dataclass(frozen=True)

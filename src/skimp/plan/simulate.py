@@ -62,7 +62,8 @@ def simulate(
             if config.get(listed):
                 config[listed] = config[listed][:blocks]
     mode = FakeTensorMode()
-    run = build(recipe, exact, config, simulate=mode)
+    with attention.target(target):
+        run = build(recipe, exact, config, simulate=mode)
     meter = CostMeter(rates)
     tracker = Tracker(timeline=timeline, host_rules=target == "cpu", observer=meter)
     batch = _batch(mode, recipe.rows_per_step, recipe, documents)

@@ -84,6 +84,11 @@ class Exact(Section):
         default=None,
         description="Step each parameter as soon as its gradient is final, and free the gradient.",
     )
+    kernels: Literal["fused", "plain"] | None = Field(
+        default=None,
+        description="RMSNorm and SwiGLU on a CPU: fused runs skimp's native forms, plain the model's own; null is fused "
+        "where the native kernels are built.",
+    )
     malloc: Literal["return", "reuse"] | None = Field(
         default=None,
         description="What a CPU run does with freed memory: return gives it back to the system at once (least resident "

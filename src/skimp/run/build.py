@@ -1,6 +1,6 @@
 """`build`: a recipe and its exact choices become a `Run`, on real tensors or on simulated ones.
 
-The order is always the same: structure, load, recompute, optimizer, gradient delivery. Nothing below
+The order is always the same: structure, load, kernels, recompute, optimizer, gradient delivery. Nothing below
 this function knows whether a step is being simulated or executed.
 """
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from skimp.activations.recompute import Recompute
+from skimp.core import attention
 from skimp.core.batch import Batch
 from skimp.core.errors import ConflictError, ModelError
 from skimp.core.exact import ExactChoices
@@ -22,6 +23,8 @@ from skimp.core.gradients import AfterBackward, Delivery, InBackward
 from skimp.core.memory.tracker import at, current
 from skimp.core.registry import load
 from skimp.core.structure import Structure, read_structure, trainable
+from skimp.kernels.apply import Fused
+from skimp.kernels.native import library
 from skimp.optim.groups import decay_groups
 from skimp.run.head import Head
 from skimp.run.skeleton import materialise, simulate_tensors, skeleton
@@ -44,6 +47,7 @@ class Run:
         delivery: after or in backward.
         stepper: the step.
         recompute: the wrapped blocks, None without.
+        fused: the layers that run fused, None without.
     """
 
     recipe: Any
@@ -55,6 +59,7 @@ class Run:
     delivery: Delivery
     stepper: FirstOrder
     recompute: Recompute | None
+    fused: Fused | None = None
 
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step over a whole step's rows, cut into micro-batches."""
@@ -79,6 +84,8 @@ class Run:
         self.head.close()
         if self.recompute is not None:
             self.recompute.remove()
+        if self.fused is not None:
+            self.fused.remove()
 
 
 def build(
@@ -121,6 +128,7 @@ def build(
 
 
 def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Structure) -> Run:
+    fused = Fused(model) if uses_fused(recipe) else None
     recompute = Recompute(model, [structure.blocks[i] for i in exact.recompute]) if exact.recompute else None
     _name_blocks(model, structure)
     named = list(trainable(model))
@@ -143,7 +151,25 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
         z_loss=recipe.train.loss.z_loss,
         sink=(lambda: delivery.sink(sink_name)) if sink_name is not None else None,
     )
-    return Run(recipe, exact, model, structure, head, optimizer, delivery, FirstOrder(head.loss, delivery), recompute)
+    return Run(
+        recipe, exact, model, structure, head, optimizer, delivery, FirstOrder(head.loss, delivery), recompute, fused
+    )
+
+
+def uses_fused(recipe: Any) -> bool:
+    """Fused layers wherever their native form is built and the run is on the CPU, unless the recipe pins plain ones.
+
+    Raises:
+        ConflictError: fused layers are pinned and cannot be had.
+    """
+    if recipe.exact.kernels == "fused" and not library.available():
+        raise ConflictError(
+            "exact.kernels=fused",
+            f"native kernels: {library.why()}",
+            "the fused layers are C",
+            ["python -m skimp.kernels.native", "exact.kernels=null: fused where it can be"],
+        )
+    return recipe.exact.kernels != "plain" and attention.target_device() == "cpu" and library.available()
 
 
 def make_optimizer(recipe: Any, named: Sequence[tuple[str, nn.Parameter]]) -> Any:

@@ -46,7 +46,15 @@ def _scalar(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         return 0
     if isinstance(args[1], Tensor):
         return args[0].itemsize if args[1].dim() == 0 and args[1].dtype != args[0].dtype else 0
-    return _number(args[0].dtype, args[1])
+    return _number(args[0].dtype, args[1]) - (8 if _is_saved() else 0)
+
+
+def _is_saved() -> bool:
+    """In the backward of a product or a quotient the number's tensor is the one its forward kept."""
+    if torch.is_grad_enabled():
+        return False
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name() in ("MulBackward0", "DivBackward0")
 
 
 def _number(dtype: torch.dtype, number: Any) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skimp.core.memory import aten_cpu  # noqa: F401  (registers the rules)
@@ -192,10 +192,11 @@ class Tracker(TorchDispatchMode):
 
 
 class _SavedNumbers(TorchFunctionMode):
-    """Make the number of a differentiated `x * 0.5` a tensor that the tracker sees.
+    """Count the number of a differentiated `x * 0.5`, which autograd keeps until that product's backward.
 
-    torch makes a 0-d float64 tensor of it anyway and autograd keeps that for backward, 8 bytes a product; but in the
-    dispatcher it shows as a plain number and its lifetime cannot be seen. The products are equal to the bit.
+    torch makes a 0-d tensor of it, 8 bytes; but the dispatcher sees a plain number, and no hook for saved tensors is
+    called for it (so recompute does not drop it either). A tensor of the same size is therefore kept beside the
+    product's node for as long.
     """
 
     #: Products and quotients: autograd keeps the other factor. Sums keep nothing.
@@ -218,17 +219,20 @@ class _SavedNumbers(TorchFunctionMode):
             Tensor.__imul__,
             Tensor.__truediv__,
             Tensor.__itruediv__,
+            Tensor.__rtruediv__,
             Tensor.__div__,
+            Tensor.__rdiv__,
         }
     )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.KEEPING and len(args) == 2 and not kwargs and torch.is_grad_enabled():
-            x, number = args
-            # An integer would be int64 and promote other tensors than a float does; models multiply by floats.
-            if isinstance(x, Tensor) and isinstance(number, float) and x.requires_grad and x.dim() > 0:
-                args = (x, torch.scalar_tensor(number, dtype=torch.float64))
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if func in self.KEEPING and len(args) == 2 and not isinstance(args[1], Tensor) and torch.is_grad_enabled():
+            node = out.grad_fn
+            if node is not None:
+                kept = [torch.scalar_tensor(args[1], dtype=torch.float64)]
+                node.register_hook(lambda *_: kept.clear())
+        return out
 
 
 def current() -> Tracker | None:
@@ -239,7 +243,8 @@ def current() -> Tracker | None:
 def numbers_seen() -> AbstractContextManager[Any]:
     """For forwards that are run again inside backward, where torch has switched function modes off."""
     tracker = current()
-    return nullcontext() if tracker is None or not tracker.host_rules else _SavedNumbers()
+    on = any(isinstance(mode, _SavedNumbers) for mode in _get_current_function_mode_stack())
+    return nullcontext() if tracker is None or not tracker.host_rules or on else _SavedNumbers()
 
 
 @contextmanager

@@ -24,17 +24,21 @@ FLAGS = (
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
+    "-fopenmp",
     "-Wall",
     "-Wextra",
-    "-shared",
     "-fPIC",
-    "-pthread",
 )
+#: No -fopenmp here: the runtime is the one that torch has loaded. With -z now a process without it is told at
+#: loading, and runs the references, instead of stopping at the first call.
+LINK_FLAGS = ("-shared", "-Wl,-z,now", "-lm")
 
 
 def stamp() -> str:
     """Hash of source, flags and CPU: `-march=native` code may not run on another CPU."""
-    text = "\n".join([SOURCE.read_text(encoding="utf-8"), " ".join(FLAGS), platform.machine(), _cpu_features()])
+    text = "\n".join(
+        [SOURCE.read_text(encoding="utf-8"), " ".join(FLAGS + LINK_FLAGS), platform.machine(), _cpu_features()]
+    )
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
@@ -49,8 +53,8 @@ def _cpu_features() -> str:
 
 
 def compiler() -> str | None:
-    """Path of the C compiler: `$CC`, else `cc`, `gcc` or `clang`; None when there is none."""
-    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+    """Path of the C compiler: `$CC`, else `gcc`, `cc` or `clang`; None when there is none."""
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "cc", "clang"]
     return next((path for path in map(shutil.which, names) if path), None)
 
 
@@ -73,12 +77,17 @@ def build(target: Path = LIBRARY) -> Path:
         raise SkimpError("a folder to build the native kernels in", f"{target.parent}: {error.strerror}") from error
     os.close(handle)
     try:
-        command = [found, *FLAGS, f'-DSKIMP_STAMP="{stamp()}"', str(SOURCE), "-o", aside, "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise SkimpError(f"{SOURCE.name} compiled by {found}", done.stderr.strip() or f"exit {done.returncode}")
+        compiled = f"{aside}.o"
+        for command in (
+            [found, *FLAGS, f'-DSKIMP_STAMP="{stamp()}"', "-c", str(SOURCE), "-o", compiled],
+            [found, compiled, "-o", aside, *LINK_FLAGS],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                raise SkimpError(f"{SOURCE.name} compiled by {found}", done.stderr.strip() or f"exit {done.returncode}")
         os.chmod(aside, 0o755)
         os.replace(aside, target)
     finally:
         Path(aside).unlink(missing_ok=True)
+        Path(f"{aside}.o").unlink(missing_ok=True)
     return target

@@ -42,6 +42,10 @@ _SIGNATURES: dict[str, list[Any]] = {
         _i64,
         _i32,
     ],
+    "skimp_rms_norm": [_ptr, _ptr, _ptr, _ptr, _i64, _i64, ctypes.c_float, _i32],
+    "skimp_rms_norm_backward": [_ptr, _ptr, _ptr, _ptr, _ptr, _ptr, _i64, _i64, _i32],
+    "skimp_swiglu": [_ptr, _ptr, _ptr, _i64, _i32],
+    "skimp_swiglu_backward": [_ptr, _ptr, _ptr, _ptr, _ptr, _i64, _i32],
     "skimp_adamw_bf16": [_ptr, _ptr, _ptr, _i32, _ptr, _ptr, _i32, _i64, _i64, _i64, _i32],
 }
 
@@ -201,6 +205,37 @@ def adamw_bf16(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scalars: tuple[float,
         step,
         torch.get_num_threads(),
     )
+
+
+def rms_norm(x: Tensor, weight: Tensor, y: Tensor, scale: Tensor, eps: float) -> None:
+    """`x` (…, n) → `y` alike and `scale` (…,), all float32 and contiguous."""
+    width = x.shape[-1]
+    _library().skimp_rms_norm(
+        x.data_ptr(), weight.data_ptr(), y.data_ptr(), scale.data_ptr(), x.numel() // width, width, eps,
+        torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, dx: Tensor, dw: Tensor) -> None:
+    """Gradients of x and weight."""
+    width = x.shape[-1]
+    _library().skimp_rms_norm_backward(
+        dy.data_ptr(), x.data_ptr(), weight.data_ptr(), scale.data_ptr(), dx.data_ptr(), dw.data_ptr(),
+        x.numel() // width, width, torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def swiglu(gate: Tensor, up: Tensor, y: Tensor) -> None:
+    """silu(gate) * up, all of one shape, float32 and contiguous."""
+    _library().skimp_swiglu(gate.data_ptr(), up.data_ptr(), y.data_ptr(), gate.numel(), torch.get_num_threads())
+
+
+def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
+    """Gradients of gate and up."""
+    _library().skimp_swiglu_backward(
+        dy.data_ptr(), gate.data_ptr(), up.data_ptr(), dgate.data_ptr(), dup.data_ptr(), gate.numel(),
+        torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def _at(signed: bool) -> Any:

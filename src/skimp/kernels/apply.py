@@ -1,0 +1,75 @@
+"""Put the fused layers into a model, by what a module is and not by which model it is in; reversible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skimp.kernels.fused import fits_native, rms_norm, swiglu
+from skimp.kernels.native import library
+
+#: RMSNorms that are w * x / rms(x). Gemma's is (1 + w) * x / rms(x) and is left alone.
+PLAIN_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
+
+
+class Fused:
+    """RMSNorm and SwiGLU modules of `model` run fused wherever the native form takes their tensors.
+
+    Attributes:
+        norms, mlps: how many modules were changed; 0 without a compiler, and the model is as it was.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._changed: list[nn.Module] = []
+        self.norms = self.mlps = 0
+        if not library.available():
+            return
+        for module in model.modules():
+            if type(module).__name__ in PLAIN_NORMS:
+                self._put(module, _norm(module))
+                self.norms += 1
+            elif _is_swiglu(module):
+                self._put(module, _mlp(module))
+                self.mlps += 1
+
+    def _put(self, module: nn.Module, forward: Callable[..., Tensor]) -> None:
+        module.forward = forward
+        self._changed.append(module)
+
+    def remove(self) -> None:
+        """Every module gets its own forward back."""
+        for module in self._changed:
+            del module.forward
+        self._changed.clear()
+
+
+def _is_swiglu(module: nn.Module) -> bool:
+    parts = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
+    activation = getattr(module, "act_fn", None)
+    return all(isinstance(part, nn.Linear) for part in parts) and type(activation).__name__ in (
+        "SiLU",
+        "SiLUActivation",
+    )
+
+
+def _norm(module: Any) -> Callable[..., Tensor]:
+    plain = module.forward
+
+    def forward(hidden_states: Tensor) -> Tensor:
+        if torch.is_autocast_enabled("cpu") or not fits_native(hidden_states, module.weight):
+            return plain(hidden_states)
+        return rms_norm(hidden_states, module.weight, module.variance_epsilon)
+
+    return forward
+
+
+def _mlp(module: Any) -> Callable[..., Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        gate, up = module.gate_proj(x), module.up_proj(x)
+        hidden = swiglu(gate, up) if fits_native(gate, up) else module.act_fn(gate) * up
+        return module.down_proj(hidden)
+
+    return forward

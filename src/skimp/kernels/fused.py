@@ -1,0 +1,126 @@
+"""RMSNorm and SwiGLU in one pass each, with a plain reference beside them.
+
+What they save: HF's RMSNorm keeps two tensors of the layer's width for backward, this one its input and a number per
+row; HF's SwiGLU keeps gate, silu(gate) and up, this one gate and up. What they cost: nothing, they are faster (one pass
+over memory forward and two backward instead of seven and about fifteen). Exact: the same mathematics, sums in another
+order, a few ulp apart.
+
+Formulas: y = w x s, s = (mean x^2 + eps)^-1/2; dx = s (m - x s^2 mean(m x)), m = dy w; dw = sum of dy x s over rows.
+y = silu(a) b; da = dy b (sigma + a sigma (1 - sigma)); db = dy silu(a), sigma = sigmoid(a).
+
+Source: "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024, arXiv 2410.10989, section 3.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skimp.kernels.native import library
+
+
+@torch.library.custom_op("skimp::rms_norm", mutates_args=())
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    y, scale = torch.empty_like(x), x.new_empty(x.shape[:-1])
+    library.rms_norm(x, weight, y, scale, eps)
+    return y, scale
+
+
+@_rms_norm.register_fake
+def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(x.shape[:-1])
+
+
+@torch.library.custom_op("skimp::rms_norm_backward", mutates_args=())
+def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    dx, dw = torch.empty_like(x), torch.empty_like(weight)
+    library.rms_norm_backward(dy, x, weight, scale, dx, dw)
+    return dx, dw
+
+
+@_rms_norm_backward.register_fake
+def _(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+@torch.library.custom_op("skimp::swiglu", mutates_args=())
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    y = torch.empty_like(gate)
+    library.swiglu(gate, up, y)
+    return y
+
+
+@_swiglu.register_fake
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.empty_like(gate)
+
+
+@torch.library.custom_op("skimp::swiglu_backward", mutates_args=())
+def _swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+    library.swiglu_backward(dy, gate, up, dgate, dup)
+    return dgate, dup
+
+
+@_swiglu_backward.register_fake
+def _(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(gate), torch.empty_like(up)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, scale = torch.ops.skimp.rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        dx, dw = torch.ops.skimp.rms_norm_backward(dy.contiguous(), *ctx.saved_tensors)
+        return dx, dw, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return torch.ops.skimp.swiglu(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ops.skimp.swiglu_backward(dy.contiguous(), *ctx.saved_tensors)
+
+
+def fits_native(*tensors: Tensor) -> bool:
+    """Whether the native form takes these: float32, contiguous, on a CPU. Facts of shape and type, never of values."""
+    return all(t.dtype == torch.float32 and t.is_contiguous() and t.device.type == "cpu" for t in tensors)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """w x / sqrt(mean x^2 + eps) over the last dimension; (…, n) float32 on a CPU.
+
+    Raises:
+        RuntimeError: the native kernels are not built.
+    """
+    return _RMSNorm.apply(x, weight, eps)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, both of one shape, float32 on a CPU.
+
+    Raises:
+        RuntimeError: the native kernels are not built.
+    """
+    return _SwiGLU.apply(gate, up)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The plain form, in any float dtype."""
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+
+def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
+    """The plain form, in any float dtype."""
+    return gate * torch.sigmoid(gate) * up

@@ -1,0 +1,104 @@
+"""Fused RMSNorm and SwiGLU against their plain float64 references: values, every gradient, odd shapes, threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from skimp.kernels.apply import Fused
+from skimp.kernels.fused import rms_norm, rms_norm_reference, swiglu, swiglu_reference
+from skimp.kernels.native import library
+
+pytestmark = pytest.mark.skipif(not library.available(), reason=library.why() or "native kernels")
+#: A few float32 ulp (6e-8 each) of sums over up to a few hundred terms, relative to the largest value.
+CLOSE = 2e-6
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    error = (found.double() - wanted).abs().max() / wanted.abs().max()
+    assert error < CLOSE, error
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 17), (5, 123, 37), (1, 257, 576), (4, 64, 100)])
+def test_rms_norm(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x, w, dy = torch.randn(shape) * 3, torch.rand(shape[-1]) + 0.5, torch.randn(shape)
+    a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+    y = rms_norm(a, b, 1e-5)
+    y.backward(dy)
+    c, d = x.double().requires_grad_(), w.double().requires_grad_()
+    z = rms_norm_reference(c, d, 1e-5)
+    z.backward(dy.double())
+    close(y, z)
+    assert c.grad is not None
+    assert d.grad is not None
+    if shape[-1] > 1:  # one number divided by its own size has no gradient but rounding
+        close(a.grad, c.grad)
+    close(b.grad, d.grad)
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 85), (2, 129, 301), (1, 100, 1536)])
+def test_swiglu(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    gate, up, dy = torch.randn(shape) * 8, torch.randn(shape), torch.randn(shape)
+    a, b = gate.clone().requires_grad_(), up.clone().requires_grad_()
+    y = swiglu(a, b)
+    y.backward(dy)
+    c, d = gate.double().requires_grad_(), up.double().requires_grad_()
+    z = swiglu_reference(c, d)
+    z.backward(dy.double())
+    close(y, z)
+    close(a.grad, c.grad)
+    close(b.grad, d.grad)
+
+
+def test_extremes_and_non_finite_numbers_pass_through() -> None:
+    gate = torch.tensor([-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4])
+    found = swiglu(gate, torch.ones(7))
+    torch.testing.assert_close(found, torch.nn.functional.silu(gate), rtol=1e-6, atol=1e-30)
+    assert torch.isnan(swiglu(torch.tensor([float("nan")]), torch.ones(1))).all()
+    assert torch.isnan(rms_norm(torch.tensor([[1.0, float("nan")]]), torch.ones(2), 1e-5)).all()
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 257, 576), torch.rand(576)
+    found = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+            y = rms_norm(a, b, 1e-5)
+            swiglu(y, a).sum().backward()
+            found.append((y.detach(), a.grad, b.grad))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(p, q) for p, q in zip(found[0], other, strict=True))
+
+
+def test_a_model_is_the_same_function_and_goes_back(make_tiny: Any) -> None:
+    model = make_tiny("llama")
+    ids = torch.arange(40).view(2, 20)
+    plain = model(ids, use_cache=False).logits
+    fused = Fused(model)
+    assert (fused.norms, fused.mlps) == (5, 2)
+    changed = model(ids, use_cache=False).logits
+    assert not torch.equal(plain, changed)  # it did something
+    torch.testing.assert_close(plain, changed, rtol=1e-4, atol=1e-5)
+    fused.remove()
+    assert torch.equal(plain, model(ids, use_cache=False).logits)
+
+
+def test_gemma_norms_are_left_alone() -> None:
+    from skimp.run.skeleton import skeleton
+
+    model = skeleton(
+        {"model_type": "gemma2", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64}, torch.float32,
+    )  # fmt: skip
+    fused = Fused(model)
+    assert (fused.norms, fused.mlps) == (0, 0)
