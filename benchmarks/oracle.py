@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 from typing import Any
 
 import measure
@@ -83,7 +82,6 @@ def real(recipe: Any, exact: Any, config: dict[str, Any], documents: tuple[int, 
     from skimp.run.weights import init_scratch
 
     batch = synthetic_batch(recipe.data.seq_len, recipe.rows_per_step, config["vocab_size"], documents)
-    batch = replace(batch, source=None)  # ids of data sources are no part of a step, and not simulated
 
     def fresh() -> Any:
         return build(recipe, exact, config, fill=lambda model: init_scratch(model, 0))
@@ -98,7 +96,7 @@ def real(recipe: Any, exact: Any, config: dict[str, Any], documents: tuple[int, 
     tracker.hold(run.model.buffers(), "weights")
     states = (v for s in run.optimizer.state.values() for v in s.values() if hasattr(v, "untyped_storage"))
     tracker.hold(states, "optimizer")
-    tracker.hold((batch.ids, batch.labels, batch.positions), "batch")
+    tracker.hold(batch.tensors(), "batch")
     rest = tracker.live
     with tracker:
         two_steps(run)

@@ -180,8 +180,7 @@ def at_rest(tracker: Tracker, run: Run, batch: Batch) -> int:
     tracker.hold((p for _, p in run.parameters()), "weights")
     tracker.hold(run.model.buffers(), "weights")
     tracker.hold(state_tensors(run), "optimizer")
-    facts = (batch.ids, batch.labels, batch.positions, batch.weights, batch.source)
-    tracker.hold((t for t in facts if t is not None), "batch")
+    tracker.hold(batch.tensors(), "batch")
     tracker.reset_peak()
     return tracker.live
 

@@ -191,8 +191,7 @@ def test_a_gradient_step_of_the_chosen_run_takes_the_planned_bytes(folder: Path)
         (v for s in run.optimizer.state.values() for v in s.values() if hasattr(v, "untyped_storage")),
         "optimizer",
     )
-    tracker.hold((batch.ids, batch.labels, batch.positions), "batch")
-    batch = type(batch)(batch.ids, batch.labels, batch.positions, batch.documents, batch.trained)
+    tracker.hold(batch.tensors(), "batch")
     with tracker:
         for _ in range(2):
             run.step(batch)

@@ -86,7 +86,7 @@ class Exact(Section):
     )
     kernels: Literal["fused", "plain"] | None = Field(
         default=None,
-        description="RMSNorm and SwiGLU on a CPU: fused runs skimp's native forms, plain the model's own; null is fused "
+        description="RMSNorm and SwiGLU on a CPU: fused is skimp's native form, plain the model's own; null is fused "
         "where the native kernels are built.",
     )
     malloc: Literal["return", "reuse"] | None = Field(
