@@ -92,5 +92,5 @@ class Exact(Section):
     malloc: Literal["return", "reuse"] | None = Field(
         default=None,
         description="What a CPU run does with freed memory: return gives it back to the system at once (least resident "
-        "memory), reuse keeps blocks under 8 MiB for the next tensor (fastest).",
+        "memory), reuse keeps blocks under 4 MiB for the next tensor (fastest).",
     )
