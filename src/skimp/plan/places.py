@@ -18,7 +18,7 @@ from skimp.core.units import format_bytes
 
 #: What the allocator and libraries add to tracked bytes, per policy: (fixed bytes, share of the tracked peak above
 #: what rests there). Calibrated by benchmarks/resident.py on one half of its configurations, checked on the other.
-SLACK: dict[Policy, tuple[int, float]] = {"return": (60_000_000, 0.02), "reuse": (110_000_000, 0.07)}
+SLACK: dict[Policy, tuple[int, float]] = {"return": (60_000_000, 0.02), "reuse": (150_000_000, 0.09)}
 #: Where the policy cannot be set (no glibc), freed tensors stay in the heap; the gap was 300 MB on the quickstart.
 SLACK_NO_POLICY = (300_000_000, 0.05)
 #: Time of a step under "return" against "reuse": fresh pages are mapped and zeroed for every activation.

@@ -14,6 +14,7 @@ from torch import Tensor
 from skimp.core.batch import Batch
 from skimp.core.errors import DataError, NonFiniteError
 from skimp.core.gradients import Delivery
+from skimp.core.memory.process import trim
 from skimp.core.memory.tracker import scope
 from skimp.core.read import read
 
@@ -69,6 +70,8 @@ class FirstOrder:
                     loss = self._checked(total)
                 with scope("activations", "backward"):
                     share.backward()  # type: ignore[no-untyped-call]
+                # Gradients and what they were made from leave holes of every size: give whole pages back.
+                trim()
                 self.forwards += 1
                 del share
             assert total is not None
