@@ -60,7 +60,8 @@ def _norm(module: Any) -> Callable[..., Tensor]:
 
     def forward(hidden_states: Tensor) -> Tensor:
         if torch.is_autocast_enabled("cpu") or not fits_native(hidden_states, module.weight):
-            return plain(hidden_states)
+            y: Tensor = plain(hidden_states)
+            return y
         return rms_norm(hidden_states, module.weight, module.variance_epsilon)
 
     return forward
@@ -70,6 +71,7 @@ def _mlp(module: Any) -> Callable[..., Tensor]:
     def forward(x: Tensor) -> Tensor:
         gate, up = module.gate_proj(x), module.up_proj(x)
         hidden = swiglu(gate, up) if fits_native(gate, up) else module.act_fn(gate) * up
-        return module.down_proj(hidden)
+        y: Tensor = module.down_proj(hidden)
+        return y
 
     return forward

@@ -72,6 +72,7 @@ def _(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y: Tensor
         y, scale = torch.ops.skimp.rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
         return y
@@ -86,11 +87,13 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return torch.ops.skimp.swiglu(gate, up)
+        y: Tensor = torch.ops.skimp.swiglu(gate, up)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.ops.skimp.swiglu_backward(dy.contiguous(), *ctx.saved_tensors)
+        grads: tuple[Tensor, Tensor] = torch.ops.skimp.swiglu_backward(dy.contiguous(), *ctx.saved_tensors)
+        return grads
 
 
 def fits_native(*tensors: Tensor) -> bool:
@@ -104,7 +107,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Raises:
         RuntimeError: the native kernels are not built.
     """
-    return _RMSNorm.apply(x, weight, eps)
+    y: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return y
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -113,7 +117,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     Raises:
         RuntimeError: the native kernels are not built.
     """
-    return _SwiGLU.apply(gate, up)
+    y: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
+    return y
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
