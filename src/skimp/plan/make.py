@@ -49,7 +49,7 @@ def make_plan(
     fits = peak <= where.device_budget and disk <= where.disk
     alternatives = [_alternative(c, where, blocks, recipe.rows_per_step) for c in found if c.exact != profile.exact]
     if not fits and offer:
-        alternatives += offers(recipe, config, blocks, where, rates, target, peak)
+        alternatives += offers(recipe, config, blocks, where, rates, target, peak, sum(profile.resting.values()))
     return Plan(
         fits=fits,
         exact=profile.exact,

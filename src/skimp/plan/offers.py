@@ -35,16 +35,24 @@ WAYS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
 
 
 def offers(
-    recipe: Any, config: dict[str, Any], blocks: int, where: Places, rates: Rates, target: str, least: int
+    recipe: Any,
+    config: dict[str, Any],
+    blocks: int,
+    where: Places,
+    rates: Rates,
+    target: str,
+    least: int,
+    rest: int,
 ) -> list[Alternative]:
     """Simulate each way at its smallest exact point, so that what is offered is what could be reached.
 
-    A way that does not get below `least`, the smallest exact run, is not offered.
+    A way that does not get below `least`, the smallest exact run, is not offered. A shorter sequence shrinks nothing
+    of what is always there (`rest`: weights and optimizer states), so it is not even tried where that is too much.
     """
     found = []
     for label, overrides, change in WAYS:
         changed = _changed(recipe, change)
-        if changed is None:
+        if changed is None or ("seq" in change and rest > where.tensor_budget()):
             continue
         best = smallest(Search(changed, config, blocks, budgets(where, changed), rates, target))
         peak = where.resident_peak(best[0]) if where.on_cpu else best[0]

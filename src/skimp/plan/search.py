@@ -192,7 +192,7 @@ class Search:
         micro = min(2, -(-self.recipe.rows_per_step // exact.micro_rows))
         # Optimizer states exist from the start, so the second step holds what the first held; the contract tables
         # compare both. For deep models one step with two micro-batches is simulated, to answer in seconds.
-        steps = 2 if self.blocks * micro <= FULL_BLOCK_RUNS else 1
+        steps = 2 if self.blocks * micro <= FULL_BLOCK_RUNS and not short else 1
         return simulate(
             self.recipe,
             exact,
