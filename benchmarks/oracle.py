@@ -92,11 +92,7 @@ def real(recipe: Any, exact: Any, config: dict[str, Any], documents: tuple[int, 
 
     run = fresh()
     tracker = Tracker()
-    tracker.hold((p for _, p in run.parameters()), "weights")
-    tracker.hold(run.model.buffers(), "weights")
-    states = (v for s in run.optimizer.state.values() for v in s.values() if hasattr(v, "untyped_storage"))
-    tracker.hold(states, "optimizer")
-    tracker.hold(batch.tensors(), "batch")
+    run.show_to(tracker, batch)
     rest = tracker.live
     with tracker:
         two_steps(run)

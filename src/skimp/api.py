@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skimp.core.errors import CheckpointError, DoesNotFit
+from skimp.core.errors import CheckpointError, DoesNotFit, RecipeError
 from skimp.core.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -59,8 +59,13 @@ def plan_recipe(
     from skimp.core.memory.process import set_malloc_policy
     from skimp.plan.make import make_plan
 
-    if (gpu or recipe.device) == "cpu":
-        set_malloc_policy()
+    if (gpu or recipe.device) == "cpu" and not set_malloc_policy() and recipe.exact.malloc is not None:
+        raise RecipeError(
+            f"exact.malloc={recipe.exact.malloc}",
+            "a C library that is not glibc",
+            "its allocator takes no such policy",
+            "exact.malloc=null",
+        )
     bytes_ = None if memory is None else parse_bytes(memory, "memory")
     return make_plan(recipe, source.config, gpu=gpu, memory=bytes_, label=source.name, offer=offer)
 
@@ -192,8 +197,6 @@ def stored_recipe(stored: Path, *overrides: str) -> Any:
 
 def check_device(recipe: Any) -> None:
     """Training runs on the CPU in this version; a card can be planned for."""
-    from skimp.core.errors import RecipeError
-
     if recipe.device != "cpu":
         raise RecipeError(
             f"training on device '{recipe.device}'",
@@ -204,7 +207,15 @@ def check_device(recipe: Any) -> None:
 
 
 def refuse_unless_fits(found: Plan) -> None:
-    """Raise `DoesNotFit` with the smallest exact run and the offers, or for want of disk."""
+    """Raise `DoesNotFit` with the smallest exact run and the offers, or for want of disk or of the machine's memory."""
+    available = found.places.available
+    if found.fits and available is not None and found.peak_bytes > available:
+        raise DoesNotFit(
+            f"training {found.model} with a budget of {format_bytes(found.places.device_budget)}",
+            f"{format_bytes(available)} available on this machine; the plan takes {format_bytes(found.peak_bytes)}",
+            "the system would kill the process",
+            ["end other programs", f"budget={available // 10**6}MB: plan for what is there"],
+        )
     if found.fits:
         return
     if found.peak_bytes <= found.places.device_budget:

@@ -289,6 +289,18 @@ def test_a_place_too_small(
     assert not Path(recipe["output"]).exists()
 
 
+def test_a_budget_beyond_the_machine_is_planned_and_not_run(
+    skimp: Skimp, write_recipe: Callable[..., str], recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from skimp.recipe import HostBudget
+
+    monkeypatch.setattr("skimp.recipe.host_budget", lambda: HostBudget(90_000_000, "a small machine"), raising=False)
+    asked = write_recipe({"budget": "64GB"})
+    assert skimp("plan", asked).code == 0
+    refused(skimp("train", asked), "90.0 MB available on this machine", "budget=90MB", code=3)
+    assert not Path(recipe["output"]).exists()
+
+
 # ----------------------------------------------------------------------------------------------- words
 @pytest.mark.parametrize(
     ("words", "parts"),

@@ -102,6 +102,7 @@ TECHNIQUES: dict[str, Technique] = {
     "no-clip": Technique(overrides=("train.clip=null",)),
     "in-backward-no-clip": Technique({"in_backward": True}, ("train.clip=null",), base="no-clip"),
     "in-backward-recompute": Technique({"in_backward": True, "recompute": tuple(range(BLOCKS))}, base="plain"),
+    "plain-kernels": Technique(overrides=("exact.kernels=plain",), base="plain", reordered=True),
     "chunk": Technique({"loss_chunk": 7}, base="plain", reordered=True),
     "8-bit": Technique(overrides=("optimizer=adamw8bit",)),
     "8-bit-in-backward": Technique({"in_backward": True}, ("optimizer=adamw8bit",), base="8-bit"),
@@ -177,10 +178,7 @@ def simulated_batch(mode: FakeTensorMode, batch: Batch) -> Batch:
 
 def at_rest(tracker: Tracker, run: Run, batch: Batch) -> int:
     """Register what exists before the step; returns its bytes."""
-    tracker.hold((p for _, p in run.parameters()), "weights")
-    tracker.hold(run.model.buffers(), "weights")
-    tracker.hold(state_tensors(run), "optimizer")
-    tracker.hold(batch.tensors(), "batch")
+    run.show_to(tracker, batch)
     tracker.reset_peak()
     return tracker.live
 

@@ -152,7 +152,7 @@ def test_hold_registers_once_and_moves_between_categories() -> None:
         assert tracker.live == 100
         classify([x], "gradients")
         assert (tracker.by_category["weights"], tracker.by_category["gradients"]) == (0, 100)
-        tracker.forget([x])
+        del x
         assert tracker.live == 0
     assert current() is None
     with scope("weights"):  # outside a tracker it does nothing

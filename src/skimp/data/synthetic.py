@@ -43,7 +43,7 @@ def synthetic_batch(
     ends = np.array(offsets[1:]) - 1
     labels[:, ends] = IGNORE
     starts = np.repeat(np.array(offsets[:-1]), np.diff(offsets))
-    positions = np.ascontiguousarray(np.broadcast_to(np.arange(seq_len) - starts, ids.shape))
+    positions = np.broadcast_to(np.arange(seq_len) - starts, ids.shape).copy()
     return Batch(
         torch.from_numpy(ids),
         torch.from_numpy(labels),

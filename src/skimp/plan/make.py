@@ -99,7 +99,7 @@ def _disk(recipe: Any, resting: dict[str, int]) -> int:
 
 
 def _reasons(search: Search, exact: ExactChoices, where: Places) -> list[str]:
-    """What each decision saves against the next larger one, from the extended planes."""
+    """What each decision saves against the next larger one, from what the search has simulated anyway."""
     row = ExactChoices(exact.micro_rows, (), exact.loss_chunk, exact.in_backward)
     extension, blocks, count = search.row(row), search.blocks, len(exact.recompute)
     budget = format_bytes(search.budgets[exact.malloc][0])
@@ -112,17 +112,21 @@ def _reasons(search: Search, exact: ExactChoices, where: Places) -> list[str]:
         reasons.append(f"no recompute: every activation fits in {budget}")
     if exact.micro_rows < search.recipe.rows_per_step and search.recipe.exact.micro_batch is None:
         larger = next(n for n in search.sizes() if n > exact.micro_rows)
-        other = search.row(ExactChoices(larger, (), exact.loss_chunk, False))
-        more = other.peak(blocks - count, count) - extension.peak(blocks - count, count)
-        reasons.append(f"micro-batch of {exact.micro_rows}: {larger} rows would take {format_bytes(more)} more")
+        other = search.known(ExactChoices(larger, (), exact.loss_chunk, False))
+        if other is not None:
+            more = other.peak(blocks - count, count) - extension.peak(blocks - count, count)
+            reasons.append(f"micro-batch of {exact.micro_rows}: {larger} rows would take {format_bytes(more)} more")
     if exact.in_backward:
-        held = search.row(ExactChoices(exact.micro_rows, (), exact.loss_chunk, False))
-        saved = held.peak(blocks - count, count) - extension.peak(blocks - count, count)
+        held = search.known(ExactChoices(exact.micro_rows, (), exact.loss_chunk, False))
         passes = " in two passes, for the clipping norm" if search.recipe.train.clip else ""
-        reasons.append(f"step in backward{passes}: saves {format_bytes(saved)} of gradients")
+        saves = "gradients are freed one by one"
+        if held is not None:
+            saved = held.peak(blocks - count, count) - extension.peak(blocks - count, count)
+            saves = f"saves {format_bytes(saved)} of gradients"
+        reasons.append(f"step in backward{passes}: {saves}")
     elif search.recipe.exact.in_backward is None:
         reasons.append("gradients held: they fit, and one backward per micro-batch is enough")
-    if where.on_cpu and len(search.budgets) > 1:
+    if where.on_cpu and len(search.budgets) > 1 and search.reusable(row):
         reuse, back = search.budgets["reuse"][0], search.budgets["return"][0]
         if exact.malloc == "reuse":
             reasons.append(f"freed memory is reused: {RETURN_COST - 1:.0%} faster than returning it, and it fits")
@@ -140,6 +144,7 @@ def _alternative(candidate: Candidate, where: Places, blocks: int, rows: int) ->
     overrides = (
         f"exact.micro_batch={exact.micro_rows}",
         f"exact.recompute={len(exact.recompute)}",
+        *([f"exact.loss_chunk={exact.loss_chunk}"] if exact.loss_chunk else []),
         f"exact.in_backward={str(exact.in_backward).lower()}",
         *([f"exact.malloc={exact.malloc}"] if where.on_cpu else []),
     )
@@ -160,7 +165,7 @@ def _notes(recipe: Any, config: dict[str, Any], where: Places, search: Search) -
     if where.on_cpu:
         notes.append(
             f"host: process baseline {format_bytes(where.baseline)} measured here; what the allocator and libraries "
-            "add is calibrated (docs: memory)"
+            "add is an allowance (docs: memory)"
         )
     if recipe.precision == "bf16":
         notes.append("bf16 gradients of several micro-batches are added in bf16: one rounding per micro-batch")

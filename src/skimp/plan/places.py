@@ -16,12 +16,14 @@ from skimp.core.memory.process import Policy, malloc_policy, resident
 from skimp.core.memory.warm import warm_baseline
 from skimp.core.units import format_bytes
 
-#: What the allocator and libraries add to tracked bytes, per policy: (fixed bytes, share of the tracked peak above
-#: what rests there). Calibrated by benchmarks/resident.py on one half of its configurations, checked on the other.
+#: What is allowed for the allocator and libraries on top of tracked bytes, per policy: (fixed bytes, share of the
+#: tracked peak). Set above what single runs of SmolLM2 showed (return: 60 MB at 1.46 GB tracked; reuse: 336 MB at
+#: 2.22 GB); benchmarks/resident.py measures them over a dozen configurations.
 SLACK: dict[Policy, tuple[int, float]] = {"return": (60_000_000, 0.02), "reuse": (150_000_000, 0.09)}
-#: Where the policy cannot be set (no glibc), freed tensors stay in the heap; the gap was 300 MB on the quickstart.
+#: Where the policy cannot be set (no glibc), freed tensors stay in the heap: about 300 MB on the quickstart.
 SLACK_NO_POLICY = (300_000_000, 0.05)
-#: Time of a step under "return" against "reuse": fresh pages are mapped and zeroed for every activation.
+#: Time of a step under "return" against "reuse", for ranking: fresh pages are mapped and zeroed for every activation.
+#: One machine's figure for one model (1.1 to 1.3 in CPU time, more with two threads in one address space).
 RETURN_COST = 1.35
 
 
@@ -35,6 +37,8 @@ class Places:
         baseline: resident bytes of this process before any tensor of the run.
         why: where each number is from, one sentence each.
         card: the card's facts, None on a CPU.
+        available: on a CPU, what this machine has now for the process, whatever the budget says; a plan may be for a
+            larger machine, a run is not.
     """
 
     device: str
@@ -44,6 +48,7 @@ class Places:
     baseline: int
     why: tuple[str, ...]
     card: Any = None
+    available: int | None = None
 
     @property
     def on_cpu(self) -> bool:
@@ -96,7 +101,7 @@ def places(recipe: Any, config: dict[str, Any], gpu: str | None = None, memory: 
     if device == "cpu":
         asked = memory or recipe.budget.host
         said = f"budget {format_bytes(asked)} for the whole process" if asked else here.why
-        return Places("cpu", asked or here.bytes, asked or here.bytes, disk, baseline, (said,))
+        return Places("cpu", asked or here.bytes, asked or here.bytes, disk, baseline, (said,), available=here.bytes)
     cards = resolve_gpu("24GB" if device == "cuda" else device)
     if cards.count > 1:
         raise RecipeError(

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from skimp.activations.recompute import choose
 from skimp.core.errors import ConflictError
 from skimp.core.exact import ExactChoices
 from skimp.core.memory.process import THRESHOLDS, Policy
@@ -65,11 +66,15 @@ class Search:
             self._extensions[row] = extend(lambda blocks, recomputed: self.small(row, blocks, recomputed))
         return self._extensions[row]
 
+    def known(self, row: ExactChoices) -> Extension | None:
+        """The extension of a row that the search has simulated; None where it saw no need to."""
+        return self._extensions.get(row)
+
     def small(self, row: ExactChoices, blocks: int, recomputed: int) -> MemoryProfile:
         """A simulation of a few blocks, the first `recomputed` of them recomputed."""
         return simulate(
             self.recipe,
-            replace(row, recompute=tuple(range(recomputed))),
+            replace(row, recompute=choose(recomputed, blocks)),
             self.config,
             rates=self.rates,
             target=self.target,
@@ -142,7 +147,7 @@ class Search:
             extension = self.row(row)
             fits = False
             for policy, (budget, slower) in self.budgets.items():
-                if policy == "reuse" and not self._reusable(row):
+                if policy == "reuse" and not self.reusable(row):
                     continue
                 count = pinned if pinned is not None else extension.fewest_recomputed(self.blocks, budget)
                 fits = fits or count is not None
@@ -155,7 +160,7 @@ class Search:
                 break
         return found
 
-    def _reusable(self, row: ExactChoices) -> bool:
+    def reusable(self, row: ExactChoices) -> bool:
         """Whether a block's activations lie under the "reuse" threshold, so that they stay on the heap at all.
 
         Larger ones come and go as mappings whatever the policy; mixed with a heap of small ones they left it so
@@ -180,7 +185,7 @@ class Search:
         pins = self.recipe.exact.recompute
         if isinstance(pins, tuple):
             return ExactChoices(row.micro_rows, pins, row.loss_chunk, row.in_backward)
-        return replace(row, recompute=tuple(range(count)))
+        return replace(row, recompute=choose(count, self.blocks))
 
     def _repeats(self, row: ExactChoices) -> float:
         """A small simulation runs two micro-batches at most; the step runs them all."""

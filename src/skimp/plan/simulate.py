@@ -22,7 +22,7 @@ from skimp.core.repeat import shortened
 from skimp.core.structure import layers_of
 from skimp.plan.cost import CostMeter, Rates
 from skimp.plan.profile import MemoryProfile
-from skimp.run.build import Run, build
+from skimp.run.build import build
 
 UNKNOWN_RATES = Rates(1e11, 1e10, "unknown device")
 
@@ -58,9 +58,8 @@ def simulate(
     if blocks is not None:
         key = layers_of(config)
         config = {**config, key: blocks}
-        for listed in ("layer_types",):
-            if config.get(listed):
-                config[listed] = config[listed][:blocks]
+        if config.get("layer_types"):
+            config["layer_types"] = config["layer_types"][:blocks]
     mode = FakeTensorMode()
     with attention.target(target):
         run = build(recipe, exact, config, simulate=mode)
@@ -69,7 +68,8 @@ def simulate(
     batch = _batch(mode, recipe.rows_per_step, recipe, documents)
     loops = shortened() if short else contextlib.nullcontext()
     with attention.target(target), loops, _no_collector(), mode, tracker:
-        resting = _resting(tracker, run, batch)
+        run.show_to(tracker, batch)
+        resting = {k: v for k, v in tracker.by_category.items() if v}
         # The whole step's rows are there; of its micro-batches so many are run.
         part = batch if micro_batches is None else batch.take(0, min(batch.rows, exact.micro_rows * micro_batches))
         rest = tracker.live
@@ -113,15 +113,6 @@ def _no_collector() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def _resting(tracker: Tracker, run: Run, batch: Batch) -> dict[str, int]:
-    tracker.hold((p for _, p in run.parameters()), "weights")
-    tracker.hold(run.model.buffers(), "weights")
-    states = [s for state in run.optimizer.state.values() for s in state.values() if isinstance(s, torch.Tensor)]
-    tracker.hold(states, "optimizer")
-    tracker.hold(batch.tensors(), "batch")
-    return {k: v for k, v in tracker.by_category.items() if v}
 
 
 def _batch(mode: FakeTensorMode, rows: int, recipe: Any, documents: tuple[int, ...] | None) -> Batch:

@@ -20,9 +20,10 @@ from skimp.core.batch import Batch
 from skimp.core.errors import ConflictError, ModelError
 from skimp.core.exact import ExactChoices
 from skimp.core.gradients import AfterBackward, Delivery, InBackward
-from skimp.core.memory.tracker import at, current
-from skimp.core.registry import load
-from skimp.core.structure import Structure, read_structure, trainable
+from skimp.core.memory.tracker import Tracker, at, current
+from skimp.core.read import read
+from skimp.core.registry import check_together, load
+from skimp.core.structure import TESTED_FAMILIES, Structure, read_structure, trainable
 from skimp.kernels.apply import Fused
 from skimp.kernels.native import library
 from skimp.optim.groups import decay_groups
@@ -78,6 +79,14 @@ class Run:
         """Named parameters of the policy, tied ones once."""
         return iter(self.model.named_parameters())
 
+    def show_to(self, tracker: Tracker, batch: Batch) -> None:
+        """Tell a tracker what was there before it: weights, buffers, optimizer states and the batch."""
+        tracker.hold((p for _, p in self.parameters()), "weights")
+        tracker.hold(self.model.buffers(), "weights")
+        states = (v for state in self.optimizer.state.values() for v in state.values())
+        tracker.hold((v for v in states if isinstance(v, Tensor)), "optimizer")
+        tracker.hold(batch.tensors(), "batch")
+
     def close(self) -> None:
         """Remove hooks and wrappers; the model is plain again."""
         self.delivery.close()
@@ -110,6 +119,7 @@ def build(
         ConflictError: exact choices that contradict each other; before any weight is loaded.
     """
     dtype = DTYPES[recipe.precision]
+    check_together(techniques(recipe, exact))
     check_exact(exact, recipe)
     model = skeleton(config, dtype)
     structure = read_structure(model)
@@ -122,6 +132,8 @@ def build(
             raise ModelError("a run on real tensors", "no weights to fill it", instead="pass fill=...")
         materialise(model, dtype, lambda shape, kind: torch.empty(shape, dtype=kind))
         fill(model)
+        if structure.family not in TESTED_FAMILIES:
+            check_path(model, structure)
     mode = simulate if simulate is not None else _Nothing()
     with mode:
         return _assemble(recipe, exact, model, structure)
@@ -129,6 +141,13 @@ def build(
 
 def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Structure) -> Run:
     fused = Fused(model) if uses_fused(recipe) else None
+    if recipe.exact.kernels == "fused" and fused is not None and not fused.norms and not fused.mlps:
+        raise ConflictError(
+            "exact.kernels=fused",
+            f"no plain RMSNorm and no SwiGLU in a model of type '{structure.family}'",
+            "there is nothing to fuse",
+            "exact.kernels=null: fused where it can be",
+        )
     recompute = Recompute(model, [structure.blocks[i] for i in exact.recompute]) if exact.recompute else None
     _name_blocks(model, structure)
     named = list(trainable(model))
@@ -172,12 +191,51 @@ def uses_fused(recipe: Any) -> bool:
     return recipe.exact.kernels != "plain" and attention.target_device() == "cpu" and library.available()
 
 
+def rule_name(recipe: Any) -> str:
+    """The registered update rule: `adamw` on bfloat16 weights is the one that rounds stochastically."""
+    name: str = recipe.optimizer.name
+    return "adamw-bf16" if recipe.precision == "bf16" and name == "adamw" else name
+
+
+def techniques(recipe: Any, exact: ExactChoices) -> list[str]:
+    """The registered methods a run switches on, for the early refusal of pairs that cannot go together."""
+    names = [rule_name(recipe), "first-order", "chunked-cross-entropy"]
+    names += ["packing"] if recipe.data.packing else []
+    names += ["recompute"] if exact.recompute else []
+    names += ["step-in-backward"] if exact.in_backward else []
+    names += ["fused-rmsnorm", "fused-swiglu"] if uses_fused(recipe) else []
+    return names
+
+
+def check_path(model: nn.Module, structure: Structure) -> None:
+    """For a family no test covers: hidden states times the head must be the logits of the model's own forward.
+
+    A family may scale, cap or project between the two; training would then follow another loss, silently.
+
+    Raises:
+        ModelError: they differ on eight tokens.
+    """
+    forward: Any = model.eval()
+    ids = torch.arange(min(8, structure.vocab)).unsqueeze(0)
+    positions = torch.arange(ids.shape[1]).unsqueeze(0)
+    with torch.no_grad():
+        theirs = forward(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
+        ours = Head(model, structure).logits_of(ids, positions)
+    model.train()
+    gap = read((ours - theirs).abs().max() / theirs.abs().max(), expect=0.0)
+    # bfloat16 weights round each product to 8 bits; a missing factor is tens of percent off.
+    if not gap < 2e-2:
+        raise ModelError(
+            f"training a model of type '{structure.family}'",
+            f"its logits differ from hidden states times the head by {gap:.1%} of the largest",
+            "something between the two is not known here, and the loss would be another",
+            "a tested family: " + ", ".join(TESTED_FAMILIES),
+        )
+
+
 def make_optimizer(recipe: Any, named: Sequence[tuple[str, nn.Parameter]]) -> Any:
     """The recipe's update rule over its decay groups."""
-    name = recipe.optimizer.name
-    if recipe.precision == "bf16" and name == "adamw":
-        name = "adamw-bf16"
-    rule = load(name, "update rule")
+    rule = load(rule_name(recipe), "update rule")
     options: dict[str, Any] = {
         "lr": recipe.train.lr,
         "betas": tuple(recipe.optimizer.betas),

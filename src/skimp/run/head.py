@@ -89,6 +89,15 @@ class Head:
     def _hidden(self, batch: Batch) -> Tensor:
         return self.hidden(batch.ids, batch.positions, batch.documents)
 
+    @torch.no_grad()
+    def logits_of(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Float32 logits (rows, seq, vocabulary) of a few tokens, scaled and capped as the loss does."""
+        hidden = self.hidden(ids, positions, None)
+        bias = None if self.bias is None else self.bias.float()
+        logits = nn.functional.linear(hidden.float(), self.weight.float(), bias) * self.structure.logit_scale
+        cap = self.structure.softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
     def _cast(self) -> Any:
         if not self.autocast:
             return contextlib.nullcontext()

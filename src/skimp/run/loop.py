@@ -151,14 +151,10 @@ class Loop:
         return done == 1 or (done == 0 and self.state.step + 1 >= self.schedule.steps)
 
     def _watched(self, batch: Any) -> Any:
-        tracker, run = Tracker(), self.run
-        tracker.hold((p for _, p in run.parameters()), "weights")
-        tracker.hold(run.model.buffers(), "weights")
-        states = (v for s in run.optimizer.state.values() for v in s.values() if hasattr(v, "untyped_storage"))
-        tracker.hold(states, "optimizer")
-        tracker.hold(batch.tensors(), "batch")
+        tracker = Tracker()
+        self.run.show_to(tracker, batch)
         with tracker:
-            result = run.step(batch)
+            result = self.run.step(batch)
         self.state.measured_peak = max(self.state.measured_peak, tracker.peak.total)
         return result
 

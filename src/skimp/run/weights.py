@@ -35,11 +35,6 @@ GGUF_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 Progress = Callable[[int, int], None]
 
 
-def aligned_empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Uninitialised CPU storage; c10 aligns every CPU allocation to 64 bytes."""
-    return torch.empty(tuple(shape), dtype=dtype)
-
-
 def load_weights(model: nn.Module, source: Path, progress: Progress | None = None) -> None:
     """Fill `model`'s parameters from a folder of safetensors, one such file, or a GGUF file.
 

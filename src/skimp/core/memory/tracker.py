@@ -183,13 +183,6 @@ class Tracker(TorchDispatchMode):
         self.peak = Peak(self.live, dict(self.by_category), self.phase, self.owner, "", self.count)
         self.peaks.clear()
 
-    def forget(self, tensors: Iterable[Tensor]) -> None:
-        """Stop counting storages that are not of this process's run (a host's own copies)."""
-        for tensor in tensors:
-            key = tensor.untyped_storage()._cdata
-            if key in self._known:
-                self._leave(key)
-
 
 class _SavedNumbers(TorchFunctionMode):
     """Count the number of a differentiated `x * 0.5`, which autograd keeps until that product's backward.
