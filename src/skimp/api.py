@@ -127,6 +127,7 @@ def train_recipe(recipe: Any, *, resume: bool = False, voice: Voice | None = Non
                 "to go on, raise train.steps"
             )
             return done
+        folder.vitals.beat("plan")
         settled, found = settle(recipe, source, voice)
         here = source if resume else fetch_model(source)
         return run_session(settled, found, here, text, folder, resume=resume, voice=voice, asked=recipe)

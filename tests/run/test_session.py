@@ -68,7 +68,7 @@ def test_a_session_leaves_what_others_rely_on(recipe: dict[str, Any]) -> None:
     assert set(summary["samples"]) == {"before", "after"}
     assert checkpoints(folder) == [6]
     assert sorted(p.name for p in folder.iterdir() if p.name != ".lock") == [
-        "checkpoints", "metrics.jsonl", "plan.json", "recipe.json", "run.json", "summary.json",
+        "checkpoints", "metrics.jsonl", "plan.json", "recipe.json", "run.json", "summary.json", "vitals.json",
     ]  # fmt: skip
 
 

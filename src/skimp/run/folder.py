@@ -18,13 +18,14 @@ from typing import Any
 from skimp.core.errors import CheckpointError
 from skimp.run.checkpoint_folder import latest
 from skimp.run.durable import write_all, write_json
+from skimp.run.vitals import CRASH, VITALS, Vitals
 
 __all__ = ["RunFolder", "append_jsonl", "claim", "truncate_jsonl", "write_json"]
 
 RUN = "run.json"
 LOCK = ".lock"
 #: What a session writes before its first step: a folder that holds nothing else can be begun anew.
-UNBEGUN = (RUN, "recipe.json", "plan.json")
+UNBEGUN = (RUN, "recipe.json", "plan.json", VITALS, CRASH)
 
 
 class RunFolder:
@@ -34,12 +35,14 @@ class RunFolder:
         path: the folder.
         run: the content of run.json: `fingerprint`, `schema_version`.
         made: the folder was not there before this claim.
+        vitals: signs of life, written once `vitals.session()` is entered.
     """
 
     def __init__(self, path: Path, run: dict[str, Any], lock: int, made: bool = False) -> None:
         self.path = path
         self.run = run
         self.made = made
+        self.vitals = Vitals(path)
         self._lock: int | None = lock
 
     @property

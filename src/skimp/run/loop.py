@@ -109,6 +109,7 @@ class Loop:
         batch = self.stream.next_step()
         lr = self.schedule.lr_at(state.step)
         run.set_lr(lr)
+        self.folder.vitals.beat("train", state.step)
         first = state.step == self._started
         if first:
             self._effect = Effect(run)
@@ -183,6 +184,7 @@ class Loop:
         state, rule = self.state, self.run.recipe.eval
         if self.evaluate is None or rule is None:
             return
+        self.folder.vitals.beat("evaluate", state.step)
         loss, early = self.evaluate(), rule.early_stop
         gain = state.best_eval is None or loss < state.best_eval - (early.min_delta if early else 0.0)
         append_jsonl(self.folder.path / "evals.jsonl", {"step": state.step, "eval_loss": loss, "best": gain})
@@ -198,6 +200,7 @@ class Loop:
     def _save(self, stop: StopRequest, best: bool = False) -> None:
         """Save the present step, unless it is saved already."""
         if self._saved != self.state.step:
+            self.folder.vitals.beat("save", self.state.step)
             stop.last_checkpoint = self.saver.save(self, best)
             self._saved = self.state.step
 

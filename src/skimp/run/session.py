@@ -58,7 +58,7 @@ def claimed(
     Raises:
         CheckpointError: the folder is another run's, is in use, or its disk takes no more.
     """
-    with claim(Path(recipe.output), fingerprint, resume, may_change=may_change) as folder:
+    with claim(Path(recipe.output), fingerprint, resume, may_change=may_change) as folder, folder.vitals.session():
         try:
             yield folder
         except OSError as error:
@@ -127,6 +127,7 @@ def train(
         asked: the recipe as it was given, where `auto: approximate` settled on another; it is what a resume reads.
     """
     with ExitStack() as stack:
+        folder.vitals.beat("load", budget=plan.places.device_budget, planned=plan.peak_bytes, steps=text.schedule.steps)
         stream = text.prepared.stream(recipe.train.batch_tokens)
         stack.callback(stream.close)
         state, saved = State(), None
@@ -162,14 +163,17 @@ def train(
         evaluate = beside.evaluate if recipe.eval is not None else None
         loop = Loop(run, stream, text.schedule, folder, saver, evaluate, voice.step, state)
         with StopRequest() as stop:
+            folder.vitals.beat("evaluate", state.step)
             if state.step == 0:
                 beside.before(stop)
             stopped = loop.train(stop)
             if stopped in ("finished", "early stop"):
+                folder.vitals.beat("evaluate", state.step)
                 beside.after()
         summary = summarise(run, plan, state, stopped, time.perf_counter() - started)
         if state.step > 0:
             write_json(folder.path / "summary.json", summary)
+    folder.vitals.ended(stopped)
     return Outcome(summary, stopped, folder.path)
 
 
