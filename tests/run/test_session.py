@@ -68,7 +68,8 @@ def test_a_session_leaves_what_others_rely_on(recipe: dict[str, Any]) -> None:
     assert set(summary["samples"]) == {"before", "after"}
     assert checkpoints(folder) == [6]
     assert sorted(p.name for p in folder.iterdir() if p.name != ".lock") == [
-        "checkpoints", "metrics.jsonl", "plan.json", "recipe.json", "run.json", "summary.json", "vitals.json",
+        "checkpoints", "evals.jsonl", "metrics.jsonl", "plan.json", "recipe.json", "run.json", "summary.json",
+        "timeline.json", "vitals.json",
     ]  # fmt: skip
 
 
@@ -91,7 +92,7 @@ def test_the_newest_are_kept_and_the_best_beside_them(recipe: dict[str, Any], mo
     assert checkpoints(outcome.folder) == [2, 5, 6]
     assert best_checkpoint(outcome.folder / "checkpoints").name == "step-00000002"
     evals = lines(outcome.folder / "evals.jsonl")
-    assert [(row["step"], row["best"]) for row in evals] == [(s, s <= 2) for s in range(1, 7)]
+    assert [(row["step"], row["best"]) for row in evals] == [(s, s in (1, 2)) for s in range(7)]
 
 
 def test_early_stop_saves_and_stays_stopped(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

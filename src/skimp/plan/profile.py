@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skimp.core.exact import ExactChoices
+from skimp.core.memory.timeline import Timeline
 from skimp.core.memory.tracker import Peak
 
 
@@ -23,7 +24,7 @@ class MemoryProfile:
         seconds: predicted seconds of one optimizer step.
         flops: arithmetic of one optimizer step.
         parameters: number of parameters; trainable: of those trained.
-        timeline: (operator index, live bytes, phase) if asked for.
+        timeline: bytes by category over the last simulated step, if asked for.
     """
 
     exact: ExactChoices
@@ -34,7 +35,7 @@ class MemoryProfile:
     seconds: float
     flops: int
     parameters: int
-    timeline: list[tuple[int, int, str]] | None = field(default=None, repr=False)
+    timeline: Timeline | None = field(default=None, repr=False)
 
     @property
     def peak_bytes(self) -> int:

@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from skimp.core import attention
 from skimp.core.batch import Batch
 from skimp.core.exact import ExactChoices
-from skimp.core.memory.tracker import Tracker, scope
+from skimp.core.memory.timeline import Timeline
+from skimp.core.memory.tracker import CATEGORIES, Tracker, scope
 from skimp.core.repeat import shortened
 from skimp.core.structure import layers_of
 from skimp.plan.cost import CostMeter, Rates
@@ -50,7 +51,7 @@ def simulate(
         steps: optimizer steps simulated.
         blocks: simulate only so many of the model's blocks (for extension by `plan.extend`).
         micro_batches: simulate at most so many of a step's micro-batches; the third is like the second.
-        timeline: record the memory timeline.
+        timeline: record the memory of the last step over its operators.
         short: for a search: one round stands for all equal ones in chunk loops, and evaluation, which keeps
             nothing for backward, is left out.
         documents: boundaries of every row; None takes the costliest packing, one document and one token.
@@ -64,7 +65,7 @@ def simulate(
     with attention.target(target):
         run = build(recipe, exact, config, simulate=mode)
     meter = CostMeter(rates)
-    tracker = Tracker(timeline=timeline, host_rules=target == "cpu", observer=meter)
+    tracker = Tracker(host_rules=target == "cpu", observer=meter)
     batch = _batch(mode, recipe.rows_per_step, recipe, documents)
     loops = shortened() if short else contextlib.nullcontext()
     with attention.target(target), loops, _no_collector(), mode, tracker:
@@ -76,8 +77,11 @@ def simulate(
         tracker.reset_peak()
         for index in range(steps):
             meter.on = index == steps - 1
+            if timeline and meter.on:
+                tracker.timeline = Timeline(CATEGORIES)
             run.step(part)
         meter.on = False
+        drawn, tracker.timeline = tracker.timeline, None
         peak, places = tracker.peak, dict(tracker.peaks)
         phases = {"train": peak.total}
         if recipe.eval is not None and not short:
@@ -98,7 +102,7 @@ def simulate(
         meter.seconds,
         meter.flops,
         sum(p.numel() for _, p in run.parameters()),
-        tracker.timeline,
+        drawn,
     )
 
 

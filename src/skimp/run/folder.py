@@ -24,8 +24,8 @@ __all__ = ["RunFolder", "append_jsonl", "claim", "truncate_jsonl", "write_json"]
 
 RUN = "run.json"
 LOCK = ".lock"
-#: What a session writes before its first step: a folder that holds nothing else can be begun anew.
-UNBEGUN = (RUN, "recipe.json", "plan.json", VITALS, CRASH)
+#: What a session writes before its first step is done: a folder that holds nothing else can be begun anew.
+UNBEGUN = (RUN, "recipe.json", "plan.json", "evals.jsonl", "timeline.json", VITALS, CRASH)
 
 
 class RunFolder:
@@ -52,6 +52,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def evals(self) -> Path:
+        return self.path / "evals.jsonl"
 
     def release(self) -> None:
         """Take back the claim of a run that ended before its first step: a corrected one may begin here.

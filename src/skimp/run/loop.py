@@ -6,17 +6,20 @@ signals. Everything that must survive a death is in `State`; everything else can
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from skimp.core.errors import NonFiniteError
 from skimp.core.memory.process import resident
-from skimp.core.memory.tracker import Tracker
+from skimp.core.memory.timeline import Timeline, resident_reader
+from skimp.core.memory.tracker import CATEGORIES, Tracker
 from skimp.core.schedule import Schedule
 from skimp.run.build import Run
+from skimp.run.durable import write_file
 from skimp.run.effect import Effect
 from skimp.run.folder import RunFolder, append_jsonl
 from skimp.run.saving import Saver
@@ -137,6 +140,7 @@ class Loop:
                 "tokens": result.trained,
                 "tokens_per_second": rate,
                 "memory_bytes": memory.now,
+                "memory_peak_bytes": memory.peak,
                 "clip_scale": result.clip_scale,
                 "seconds": seconds,
             },
@@ -152,11 +156,14 @@ class Loop:
         return done == 1 or (done == 0 and self.state.step + 1 >= self.schedule.steps)
 
     def _watched(self, batch: Any) -> Any:
-        tracker = Tracker()
+        timeline = Timeline(CATEGORIES, resident=resident_reader())
+        tracker = Tracker(timeline=timeline)
         self.run.show_to(tracker, batch)
         with tracker:
             result = self.run.step(batch)
         self.state.measured_peak = max(self.state.measured_peak, tracker.peak.total)
+        seen = {"step": self.state.step + 1, "operators": tracker.count, "peak": asdict(tracker.peak)}
+        write_file(self.folder.path / "timeline.json", json.dumps({**seen, **timeline.as_dict()}).encode())
         return result
 
     def _explained(self, error: NonFiniteError, place: dict[str, Any]) -> NonFiniteError:
@@ -187,7 +194,7 @@ class Loop:
         self.folder.vitals.beat("evaluate", state.step)
         loss, early = self.evaluate(), rule.early_stop
         gain = state.best_eval is None or loss < state.best_eval - (early.min_delta if early else 0.0)
-        append_jsonl(self.folder.path / "evals.jsonl", {"step": state.step, "eval_loss": loss, "best": gain})
+        append_jsonl(self.folder.evals, {"step": state.step, "eval_loss": loss, "best": gain})
         if gain:
             state.best_eval, state.evals_without_gain = loss, 0
             if rule.keep_best:

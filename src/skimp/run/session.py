@@ -21,7 +21,7 @@ from skimp.core.rng import seed_everything
 from skimp.run.build import Run, build
 from skimp.run.durable import write_json
 from skimp.run.environment import environment
-from skimp.run.folder import RunFolder, begun, claim, truncate_jsonl
+from skimp.run.folder import RunFolder, append_jsonl, begun, claim, truncate_jsonl
 from skimp.run.loop import Loop, State
 from skimp.run.prepare import Text
 from skimp.run.sample import greedy, in_child
@@ -137,8 +137,10 @@ def train(
                 voice.say(sentence)
             state.stopped = ""
             truncate_jsonl(folder.metrics, state.step)
-            truncate_jsonl(folder.path / "evals.jsonl", state.step)
+            truncate_jsonl(folder.evals, state.step)
             voice.say(f"resumed from {saved.path} at step {state.step}")
+        else:
+            folder.evals.unlink(missing_ok=True)  # of a session that ended before its first step
         write_json(folder.path / "recipe.json", (asked or recipe).as_dict())
         write_json(folder.path / "plan.json", plan.as_dict())
         seed_everything(recipe.train.seed)
@@ -159,7 +161,7 @@ def train(
             saved.close()
         facts = {"recipe": recipe.as_dict(), "plan": plan.as_dict(), "revision": revision}
         saver = Saver(folder.checkpoints, recipe.checkpoint.keep, facts, lambda path: voice.say(f"saved {path}"))
-        beside = _Beside(run, recipe, text, voice, state)
+        beside = _Beside(run, recipe, text, voice, state, folder)
         evaluate = beside.evaluate if recipe.eval is not None else None
         loop = Loop(run, stream, text.schedule, folder, saver, evaluate, voice.step, state)
         with StopRequest() as stop:
@@ -192,6 +194,7 @@ class _Beside:
     text: Text
     voice: Voice
     state: State
+    folder: RunFolder
 
     def evaluate(self) -> float:
         batches = self.text.prepared.validation_batches(self.recipe.eval.tokens)
@@ -202,12 +205,19 @@ class _Beside:
     def before(self, stop: StopRequest) -> None:
         if self.recipe.eval is not None and self.recipe.eval.at_start and not stop.requested:
             self.state.eval_before = self.evaluate()
+            append_jsonl(self.folder.evals, {"step": 0, "eval_loss": self.state.eval_before, "best": False})
         if self.text.prompt is not None and not stop.requested:
             self.state.samples["before"] = self._sample("before")
 
     def after(self) -> None:
         if self.recipe.eval is not None and self.recipe.eval.at_end:
             self.state.eval_after = self.evaluate()
+            every = self.recipe.eval.every
+            if every is None or self.state.step % every:  # else it is there already
+                append_jsonl(
+                    self.folder.evals,
+                    {"step": self.state.step, "eval_loss": self.state.eval_after, "best": False},
+                )
         if self.text.prompt is not None:
             self.state.samples["after"] = self._sample("after")
 

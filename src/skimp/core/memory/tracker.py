@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skimp.core.memory import aten_cpu  # noqa: F401  (registers the rules)
+from skimp.core.memory.timeline import Timeline
 from skimp.core.workspace import workspace_bytes
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits", "workspace", "batch")
@@ -53,7 +54,7 @@ class Tracker(TorchDispatchMode):
     """Count live storages by category while active.
 
     Args:
-        timeline: keep (operator index, live bytes, phase) at every change, for drawing.
+        timeline: where to record the bytes by category at every change, for drawing; True for one of its own.
         operators: keep the names of all operators in order, for comparing a simulated step with a real one.
         observer: called with (operator, arguments, result) of every call.
         host_rules: add what ATen's CPU operators allocate inside a call; False when simulating another device.
@@ -61,7 +62,7 @@ class Tracker(TorchDispatchMode):
 
     def __init__(
         self,
-        timeline: bool = False,
+        timeline: bool | Timeline = False,
         operators: bool = False,
         host_rules: bool = True,
         observer: Callable[[Any, Any, Any], None] | None = None,
@@ -74,7 +75,9 @@ class Tracker(TorchDispatchMode):
         self.live = 0
         self.by_category: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self.peak = Peak()
-        self.timeline: list[tuple[int, int, str]] | None = [] if timeline else None
+        self.timeline: Timeline | None = Timeline(CATEGORIES) if timeline is True else None
+        if isinstance(timeline, Timeline):
+            self.timeline = timeline
         self.operators: list[str] | None = [] if operators else None
         self.count = 0
         self.phase = ""
@@ -108,7 +111,6 @@ class Tracker(TorchDispatchMode):
         if func is _READ:
             return func(*args)
         kwargs = kwargs or {}
-        before = self.live
         out = func(*args, **kwargs)
         self.count += 1
         if self.observer is not None:
@@ -131,8 +133,8 @@ class Tracker(TorchDispatchMode):
             self._mark(self.live + inside, name, inside)
         elif self.live > self.peak.total:
             self._mark(self.live, name, 0)
-        if self.timeline is not None and self.live != before:
-            self.timeline.append((self.count, self.live, self.phase))
+        if self.timeline is not None and self.live + inside != self.timeline.last:
+            self.timeline.add(self.count, self.by_category, self.live + inside, self.phase, self.owner)
         return out
 
     def _see(self, tensor: Tensor) -> None:
@@ -177,6 +179,8 @@ class Tracker(TorchDispatchMode):
                 self._enter(storage, category)
         if self.live > self.peak.total:
             self._mark(self.live, "", 0)
+        if self.timeline is not None and self.live != self.timeline.last:
+            self.timeline.add(self.count, self.by_category, self.live, self.phase, self.owner)
 
     def reset_peak(self) -> None:
         """Start the next phase's peak from what is live now."""
