@@ -6,18 +6,27 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sharded_step
 import torch
+from contract_rows import threads
 from torch import nn
 
 from skimp.optim import AdamW, AdamW8bit, AdamWBF16, decay_groups
 
 RULES: dict[str, Any] = {"adamw": AdamW, "adamw8bit": AdamW8bit, "adamw-bf16": AdamWBF16}
 HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Steps of a tiny model: a second thread costs more in waiting than it does in work."""
+    with threads(1):
+        yield
 
 
 def rows(step: int, vocab: int = 256) -> torch.Tensor:
@@ -97,36 +106,97 @@ def test_hugging_face_trainer_takes_it(make_tiny: Callable[..., Any], tmp_path: 
         assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def run_processes(rule: str, world: int, folder: Path) -> dict[str, Any]:
-    out = folder / f"world-{world}.pt"
+# ---------------------------------------------------------------------- FSDP2 on two processes
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """What two processes of `sharded_step.py` found, every rule in one start, and the folder with checkpoints."""
+    folder = tmp_path_factory.mktemp("sharded")
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "sharded_step.py"), rule]
     children = [
         subprocess.Popen(
-            [*command, str(rank), str(world), str(folder / f"store-{world}"), str(out)],
+            [sys.executable, str(HERE / "sharded_step.py"), str(rank), "2", str(folder)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(world)
+        for rank in range(2)
     ]
     try:
         texts = [child.communicate(timeout=300)[0] for child in children]
     finally:
         for child in children:
             child.kill()
-    assert [child.returncode for child in children] == [0] * world, "\n".join(texts)
-    result: dict[str, Any] = torch.load(out, weights_only=True)
-    return result
+    assert [child.returncode for child in children] == [0, 0], "\n".join(texts)
+    return torch.load(folder / "found.pt", weights_only=True), folder
 
 
-@pytest.mark.slow
-def test_two_processes_of_fsdp2_equal_one(tmp_path: Path) -> None:
-    one, two = run_processes("AdamW", 1, tmp_path), run_processes("AdamW", 2, tmp_path)
-    assert one["weights"].keys() == two["weights"].keys()
-    for name, weight in one["weights"].items():
-        # Gradients are means of two halves instead of one mean; Adam turns a rounding of a gradient near
-        # zero into a part of lr = 1e-2.
-        torch.testing.assert_close(two["weights"][name], weight, rtol=0.0, atol=2e-5)
-    assert two["state"] < 0.6 * one["state"]
+@pytest.fixture
+def alone() -> Callable[[str], dict[str, Any]]:
+    """The same steps without sharding."""
+
+    return lambda rule: sharded_step.one_rule(rule, lambda net: None, None)
+
+
+#: torch's fused AdamW takes what is left of a vector register with other instructions (no fused multiply-add): the
+#: last numbers of a part of 20 may differ by an ulp from the same numbers in the middle of 40.
+TAILS = {"block.0.weight", "block.0.bias", "block.3.bias", "head.bias"}
+#: Parameters whose second shard begins in the middle of one of the blocks of the whole (66 rows of 40 numbers), or
+#: that are small and follow one of those in `TAILS`.
+CUT_BLOCKS = {"embedding.weight", "head.weight"}
+
+
+@pytest.mark.parametrize("rule", sharded_step.RULES)
+def test_two_processes_of_fsdp2_equal_one(sharded: Any, alone: Any, rule: str) -> None:
+    """Same gradients, so the same weights: to the bit, but for tails of vectors and blocks that are cut otherwise."""
+    one, two = alone(rule), sharded[0][rule]
+    after = "two" if rule.startswith("adamw8bit") else "three"  # the third step sees the weights that differ
+    assert one[after].keys() == two[after].keys()
+    for name, weight in one[after].items():
+        moved = (weight - one["start"][name]).float().norm()
+        assert moved > 0
+        if rule.startswith("adamw8bit") and name in CUT_BLOCKS:
+            assert not torch.equal(two[after][name], weight)
+            assert (two[after][name] - weight).float().norm() < 0.02 * moved
+        elif name in TAILS and not rule.endswith("bf16"):
+            torch.testing.assert_close(two[after][name], weight, rtol=2e-7, atol=2e-9)
+        else:
+            assert torch.equal(two[after][name], weight), name
+
+
+@pytest.mark.parametrize("rule", sharded_step.RULES)
+def test_fsdp2_with_clipping_equals_one_process(sharded: Any, alone: Any, rule: str) -> None:
+    """The norm is summed in another order, and Adam divides by gradients that differ in the last bit."""
+    one, two = alone(rule), sharded[0][rule]
+    assert min(one["norms"]) > 20 * 0.05  # every step is clipped
+    assert two["norms"] == pytest.approx(one["norms"], rel=2e-3 if rule.startswith("adamw8bit") else 5e-7)
+    for name, weight in one["clipped"].items():
+        moved = (weight - one["start"][name]).float().norm()
+        bound = 0.05 if rule.startswith("adamw8bit") else 1e-5
+        assert (two["clipped"][name] - weight).float().norm() < bound * moved, name
+
+
+@pytest.mark.parametrize("rule", sharded_step.RULES)
+def test_fsdp2_resumes_from_a_distributed_checkpoint(sharded: Any, rule: str) -> None:
+    """Saved by torch.distributed.checkpoint after two steps, loaded over other states: the third step bit for bit."""
+    found = sharded[0][rule]
+    assert all(torch.equal(found["resumed"][name], weight) for name, weight in found["three"].items())
+    assert any(not torch.equal(found["two"][name], weight) for name, weight in found["three"].items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("rule", ["adamw", "adamw-bf16"])
+def test_a_checkpoint_of_two_processes_goes_on_in_one(sharded: Any, rule: str) -> None:
+    net, optimizer = sharded_step.make(rule, lambda net: None)
+    sharded_step.restore(net, optimizer, sharded[1] / rule)
+    sharded_step.take(net, optimizer, range(2, sharded_step.STEPS))
+    for name, weight in sharded_step.weights(net).items():
+        torch.testing.assert_close(weight, sharded[0][rule]["three"][name], rtol=2e-7, atol=2e-9)
+
+
+@pytest.mark.parametrize("rule", sharded_step.RULES)
+def test_state_is_shared_out(sharded: Any, alone: Any, rule: str) -> None:
+    """Rank 0 holds 66 of 131 rows, all of the matrix with one row, and half of the rest; the table says so."""
+    one, two = alone(rule), sharded[0][rule]
+    assert two["bytes"] == two["table"] < 0.61 * one["bytes"]
+    assert one["bytes"] == one["table"]

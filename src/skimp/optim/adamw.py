@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from skimp.core.errors import SkimpError
+from skimp.core.sharded import Part
 from skimp.optim.base import UpdateRule
 from skimp.optim.options import check_options, lr_of
 from skimp.optim.state import Spec
@@ -58,10 +59,10 @@ class AdamW(UpdateRule):
                 ),
             )
 
-    def state_spec(self, shape: Sequence[int], dtype: torch.dtype) -> Spec:
+    def state_spec(self, shape: Sequence[int], dtype: torch.dtype, whole: int | None = None) -> Spec:
         return {"m": (tuple(shape), dtype), "v": (tuple(shape), dtype)}
 
-    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any], part: Part) -> None:
         fused_adamw_(p, grad, state, group)
 
 

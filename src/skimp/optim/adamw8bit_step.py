@@ -27,7 +27,7 @@ load()
     "skimp::adamw8bit",
     mutates_args=("p", "m", "m_absmax", "v", "v_absmax"),
     schema="(Tensor(a!) p, Tensor g, Tensor(b!) m, Tensor(c!) m_absmax, Tensor(d!) v, Tensor(e!) v_absmax, "
-    "float lr, float beta1, float beta2, float eps, float weight_decay, int step, int key) -> ()",
+    "float lr, float beta1, float beta2, float eps, float weight_decay, int step, int key, int offset=0) -> ()",
 )
 def adamw8bit(
     p: Tensor,
@@ -43,24 +43,25 @@ def adamw8bit(
     weight_decay: float,
     step: int,
     key: int,
+    offset: int = 0,
 ) -> None:
     """One step in place, all tensors contiguous.
 
     Args:
-        p: float32, or bf16 which is rounded stochastically with noise (key, stream 2·step, element).
+        p: float32, or bf16 which is rounded stochastically with noise (key, stream 2·step, offset + element).
         g: float32 or bf16, shaped like `p`.
         m, v: uint8 codes shaped like `p`, signed and unsigned map; m_absmax, v_absmax: float32 (⌈n/256⌉,).
     """
     scalars = adamw_scalars(lr, beta1, beta2, eps, weight_decay, step)
     form = native_form("adamw8bit", p.device)
     if form is not None:
-        form(p, g, m, m_absmax, v, v_absmax, scalars, key, step)
+        form(p, g, m, m_absmax, v, v_absmax, scalars, key, step, offset)
         return
     total, rounded = p.numel(), p.dtype == torch.bfloat16
     chunk = min(CHUNK, padded(total))
     b = Buffers(chunk, p.device)
     coder = Scratch(chunk, p.device)
-    noise = Noise(chunk, key, p.device) if rounded else None
+    noise = Noise(chunk, key, p.device, offset) if rounded else None
     signed, unsigned = Tables(True, p.device), Tables(False, p.device)
     flat_p, flat_g, flat_m, flat_v = p.view(-1), g.view(-1), m.view(-1), v.view(-1)
     for start in range(0, total, CHUNK):
@@ -94,5 +95,5 @@ def _workspace(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     if p.numel() == 0 or native_form("adamw8bit", p.device) is not None:
         return 0
     chunk = min(CHUNK, padded(p.numel()))
-    noise = Noise.nbytes(chunk) if p.dtype == torch.bfloat16 else 0
+    noise = Noise.nbytes(chunk, args[13] if len(args) > 13 else 0) if p.dtype == torch.bfloat16 else 0
     return Buffers.nbytes(chunk) + Scratch.nbytes(chunk) + noise + 2 * Tables.nbytes(p.device) + CAST_SCALAR_BYTES

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from skimp.core.errors import SkimpError
 from skimp.core.noise import key64
+from skimp.core.sharded import Part
 from skimp.optim.adamw_bf16_step import adamw_bf16
 from skimp.optim.base import UpdateRule
 from skimp.optim.options import check_options, lr_of
@@ -67,20 +68,20 @@ class AdamWBF16(UpdateRule):
                 ("model.to(torch.bfloat16) before the optimizer", f"adamw: {8 * p.numel():,} bytes of state"),
             )
 
-    def state_spec(self, shape: Sequence[int], dtype: torch.dtype) -> Spec:
+    def state_spec(self, shape: Sequence[int], dtype: torch.dtype, whole: int | None = None) -> Spec:
         return {"m": (tuple(shape), self.states_dtype), "v": (tuple(shape), self.states_dtype)}
 
-    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        rounded_adamw_(self.name_of(p), p, grad, state, group)
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any], part: Part) -> None:
+        rounded_adamw_(part, p, grad, state, group)
 
 
-def rounded_adamw_(name: str, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """One step of the operator on a bf16 parameter, with its noise addressed by (seed, name, step).
+def rounded_adamw_(part: Part, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """One step of the operator on a bf16 parameter, with its noise addressed by (seed, name, step, place).
 
     Raises:
         SkimpError: a gradient that is neither bf16 nor float32.
     """
-    check_gradient("adamw-bf16", name, grad)
+    check_gradient("adamw-bf16", part.name, grad)
     adamw_bf16(
         p,
         grad,
@@ -91,7 +92,8 @@ def rounded_adamw_(name: str, p: Tensor, grad: Tensor, state: dict[str, Any], gr
         group["eps"],
         group["weight_decay"],
         state["step"],
-        key64(group["seed"], name),
+        key64(group["seed"], part.address),
+        part.offset,
     )
 
 

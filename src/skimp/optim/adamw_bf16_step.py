@@ -25,37 +25,46 @@ load()
 
 
 class Noise:
-    """16-bit noise for chunks of at most `size` elements: 16 bytes per element of scratch."""
+    """16-bit noise for chunks of at most `size` elements: 16 bytes per element of scratch.
 
-    def __init__(self, size: int, key: int, device: torch.device) -> None:
-        blocks = (size + 3) // 4
+    `offset` is where the tensor's first number stands in the whole parameter.
+    """
+
+    def __init__(self, size: int, key: int, device: torch.device, offset: int = 0) -> None:
+        blocks = (offset % 4 + size + 3) // 4
         self.key = key
+        self.offset = offset
         self.words = torch.empty(blocks, 4, dtype=torch.int64, device=device)
         self.scratch = torch.empty(2, blocks, dtype=torch.int64, device=device)
         self.noise = torch.empty(size, dtype=torch.int32, device=device)
 
     @staticmethod
-    def nbytes(size: int) -> int:
-        return 48 * ((size + 3) // 4) + 4 * size
+    def nbytes(size: int, offset: int = 0) -> int:
+        return 48 * ((offset % 4 + size + 3) // 4) + 4 * size
 
     def draw(self, stream: int, start: int) -> None:
         """Draw the numbers from `start` (a multiple of 4) of a stream."""
-        fill_words_(self.words, self.scratch, self.key, stream, start // 4)
+        fill_words_(self.words, self.scratch, self.key, stream, (self.offset + start) // 4)
 
     def low(self, n: int) -> Tensor:
         """The lower halves of the first n numbers drawn, (n,) int32. Call it before `high`."""
-        return self.noise[:n].copy_(self.words.view(-1)[:n]).bitwise_and_(0xFFFF)
+        return self.noise[:n].copy_(self._drawn(n)).bitwise_and_(0xFFFF)
 
     def high(self, n: int) -> Tensor:
         """The upper halves; shifts the drawn numbers."""
-        return self.noise[:n].copy_(self.words.bitwise_right_shift_(16).view(-1)[:n])
+        self.words.bitwise_right_shift_(16)
+        return self.noise[:n].copy_(self._drawn(n))
+
+    def _drawn(self, n: int) -> Tensor:
+        head = self.offset % 4
+        return self.words.view(-1)[head : head + n]
 
 
 @torch.library.custom_op(
     "skimp::adamw_bf16",
     mutates_args=("p", "m", "v"),
     schema="(Tensor(a!) p, Tensor g, Tensor(b!) m, Tensor(c!) v, float lr, float beta1, float beta2, "
-    "float eps, float weight_decay, int step, int key) -> ()",
+    "float eps, float weight_decay, int step, int key, int offset=0) -> ()",
 )
 def adamw_bf16(
     p: Tensor,
@@ -69,17 +78,21 @@ def adamw_bf16(
     weight_decay: float,
     step: int,
     key: int,
+    offset: int = 0,
 ) -> None:
-    """One step in place: `p` bf16, `g` bf16 or float32, `m` and `v` both bf16 or both float32."""
+    """One step in place: `p` bf16, `g` bf16 or float32, `m` and `v` both bf16 or both float32.
+
+    `offset`: the place of the first number in the whole parameter, which addresses its noise.
+    """
     scalars = adamw_scalars(lr, beta1, beta2, eps, weight_decay, step)
     form = native_form("adamw_bf16", p.device)
     if form is not None:
-        form(p, g, m, v, scalars, key, step)
+        form(p, g, m, v, scalars, key, step, offset)
         return
     total = p.numel()
     size = min(CHUNK, total)
     b = Buffers(size, p.device)
-    noise = Noise(size, key, p.device)
+    noise = Noise(size, key, p.device, offset)
     flat_p, flat_g, flat_m, flat_v = p.view(-1), g.view(-1), m.view(-1), v.view(-1)
     for start in range(0, total, CHUNK):
         here = slice(start, min(start + CHUNK, total))
@@ -112,4 +125,4 @@ def _workspace(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     if p.numel() == 0 or native_form("adamw_bf16", p.device) is not None:
         return 0
     size = min(CHUNK, p.numel())
-    return Buffers.nbytes(size) + Noise.nbytes(size) + CAST_SCALAR_BYTES
+    return Buffers.nbytes(size) + Noise.nbytes(size, args[11] if len(args) > 11 else 0) + CAST_SCALAR_BYTES

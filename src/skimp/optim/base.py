@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from skimp.core.errors import SkimpError
+from skimp.core.sharded import Part, alike, beside, is_sharded, largest_part, local, part_of, zeros_beside
 from skimp.optim.effect import assert_effect
 from skimp.optim.options import lr_of
 from skimp.optim.state import Spec, check_saved, entry, state_key, state_nbytes
@@ -58,17 +59,26 @@ class UpdateRule(torch.optim.Optimizer):
 
     # ---- what a rule gives
 
-    def state_spec(self, shape: Sequence[int], dtype: torch.dtype) -> Spec:
-        """Shape and dtype of every state tensor of a parameter: the one source of allocation and size."""
+    def state_spec(self, shape: Sequence[int], dtype: torch.dtype, whole: int | None = None) -> Spec:
+        """Shape and dtype of every state tensor of a parameter: the one source of allocation and size.
+
+        Args:
+            shape, dtype: of the parameter, or of the part of it that a process holds.
+            whole: numbers of the whole parameter where `shape` is a part. A rule that decides by size decides by
+                this one, so that all processes agree and a checkpoint does not depend on their number.
+        """
         raise NotImplementedError
 
-    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Update `p` in place from `grad`, both contiguous; `state["step"]` counts from 1."""
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any], part: Part) -> None:
+        """Update `p` in place from `grad`, both plain and contiguous; `state["step"]` counts from 1.
+
+        Of a sharded parameter `p`, `grad` and the state are this process's part, which `part` describes.
+        """
         raise NotImplementedError
 
     def check_parameter(self, name: str, p: Tensor) -> None:
         """Refuse, when the optimizer is made, a parameter this rule cannot update."""
-        if not p.is_contiguous():
+        if not local(p).is_contiguous():
             raise SkimpError(
                 f"{self.rule} on parameter '{name}'",
                 f"shape {tuple(p.shape)} with strides {p.stride()}",
@@ -113,7 +123,22 @@ class UpdateRule(torch.optim.Optimizer):
             )
         state = self.init_state(p)
         state["step"] += 1
-        self.update(p, grad.contiguous(), state, group)
+        if not is_sharded(p):
+            name = self.name_of(p)
+            self.update(p, grad.contiguous(), state, group, Part(name, p.numel(), 0, name))
+        elif local(p).numel():  # more processes than rows leave some without any
+            here = {key: local(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+            self.update(local(p), self._local_gradient(p, grad), here, group, part_of(self.name_of(p), p))
+
+    def _local_gradient(self, p: Tensor, grad: Tensor) -> Tensor:
+        if not is_sharded(grad):
+            raise SkimpError(
+                f"{self.rule}: a sharded gradient for the sharded parameter '{self.name_of(p)}'",
+                f"a plain tensor of shape {tuple(grad.shape)}",
+                "its numbers on the other processes are not known to be the same",
+                "leave the gradient as FSDP2 or DTensor made it",
+            )
+        return local(alike(grad, p)).contiguous()
 
     # ---- state
 
@@ -122,15 +147,29 @@ class UpdateRule(torch.optim.Optimizer):
         state: dict[str, Any] = self.state[p]
         if "step" not in state:
             state["step"] = 0
-            for key, (shape, dtype) in self.state_spec(p.shape, p.dtype).items():
-                # Like the parameter, so that the state of a sharded parameter is sharded as it is.
-                like = tuple(shape) == tuple(p.shape)
+            part = largest_part(p)
+            for key, (shape, dtype) in self.state_spec(part, p.dtype, p.numel()).items():
+                # Like the parameter, so that the state of a sharded parameter is sharded as it is. Anything else
+                # (block maxima) belongs to a part, and is as long on every process as on the fullest.
                 state[key] = (
                     torch.zeros_like(p, dtype=dtype, requires_grad=False)
-                    if like
-                    else torch.zeros(shape, dtype=dtype, device=p.device)
+                    if tuple(shape) == part
+                    else zeros_beside(shape, p, dtype)
                 )
         return state
+
+    def spec_of(self, p: Tensor) -> Spec:
+        """Shape and dtype of every state tensor of `p`; of a sharded parameter the global shapes."""
+        part = largest_part(p)
+        spec = self.state_spec(part, p.dtype, p.numel())
+        return {
+            key: (tuple(p.shape) if shape == part else beside(shape, p), dtype) for key, (shape, dtype) in spec.items()
+        }
+
+    def bytes_of(self, p: Tensor) -> int:
+        """Bytes of state of `p` on this process, at most: of a sharded parameter those of the fullest process."""
+        spec = self.state_spec(largest_part(p), p.dtype, p.numel())
+        return sum(state_nbytes(size, kind) for size, kind in spec.values())
 
     def init_states(self) -> None:
         """Allocate the state of all parameters now instead of in the first step."""
@@ -165,11 +204,11 @@ class UpdateRule(torch.optim.Optimizer):
         """
         for p in self._where:
             name = self.name_of(p)
-            keys = ["step", *self.state_spec(p.shape, p.dtype)]
+            keys = ["step", *self.spec_of(p)]
             self._restore(p, {key: entry(saved, state_key(name, key), self.rule) for key in keys})
 
     def _restore(self, p: Tensor, saved: Mapping[str, Any]) -> None:
-        spec = self.state_spec(p.shape, p.dtype)
+        spec = self.spec_of(p)
         check_saved(self.rule, self.name_of(p), spec, saved)
         state = self.init_state(p)
         state["step"] = int(saved["step"])
@@ -248,7 +287,7 @@ class UpdateRule(torch.optim.Optimizer):
                     self.rule_for(p),
                     lr_of(group),
                     float(group["weight_decay"]),
-                    self.state_bytes(p.shape, p.dtype),
+                    self.bytes_of(p),
                 )
             )
         return rows

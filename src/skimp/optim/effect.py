@@ -9,6 +9,7 @@ from torch import Tensor
 
 from skimp.core.errors import EffectError
 from skimp.core.read import read
+from skimp.core.sharded import local
 from skimp.optim.options import lr_of
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def assert_effect(rule: UpdateRule, before: Mapping[str, Tensor], after: Mapping
     if not updated:
         raise EffectError(f"'{rule.rule}' updates parameters", "no parameter has taken a step")
     for p in updated:
-        for key, (shape, dtype) in rule.state_spec(p.shape, p.dtype).items():
+        for key, (shape, dtype) in rule.spec_of(p).items():
             held = rule.state[p].get(key)
             if held is None or held.dtype != dtype or tuple(held.shape) != shape:
                 found = "nothing" if held is None else f"{held.dtype} {tuple(held.shape)}"
@@ -47,8 +48,8 @@ def assert_effect(rule: UpdateRule, before: Mapping[str, Tensor], after: Mapping
 def _should_move(rule: UpdateRule, p: Tensor) -> bool:
     """A non-zero first moment after the step means that a gradient came."""
     moment = rule.state[p].get("m_absmax", rule.state[p].get("m"))
-    return lr_of(rule.group_of(p)) != 0.0 and moment is not None and read(moment.count_nonzero(), expect=1.0) > 0
+    return lr_of(rule.group_of(p)) != 0.0 and moment is not None and read(local(moment).count_nonzero(), expect=1.0) > 0
 
 
 def _differ(a: Tensor, b: Tensor) -> bool:
-    return read((a != b).any(), expect=1.0) > 0
+    return read((local(a) != local(b)).any(), expect=1.0) > 0

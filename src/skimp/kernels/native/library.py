@@ -40,13 +40,14 @@ _SIGNATURES: dict[str, list[Any]] = {
         _i64,
         _i64,
         _i64,
+        _i64,
         _i32,
     ],
     "skimp_rms_norm": [_ptr, _ptr, _ptr, _ptr, _i64, _i64, ctypes.c_float, _i32],
     "skimp_rms_norm_backward": [_ptr, _ptr, _ptr, _ptr, _ptr, _ptr, _i64, _i64, _i32],
     "skimp_swiglu": [_ptr, _ptr, _ptr, _i64, _i32],
     "skimp_swiglu_backward": [_ptr, _ptr, _ptr, _ptr, _ptr, _i64, _i32],
-    "skimp_adamw_bf16": [_ptr, _ptr, _ptr, _i32, _ptr, _ptr, _i32, _i64, _i64, _i64, _i32],
+    "skimp_adamw_bf16": [_ptr, _ptr, _ptr, _i32, _ptr, _ptr, _i32, _i64, _i64, _i64, _i64, _i32],
 }
 
 
@@ -169,8 +170,9 @@ def adamw8bit(
     scalars: tuple[float, ...],
     key: int,
     step: int,
+    offset: int,
 ) -> None:
-    """One step in place; `p` and `g` float32 or bf16, states as in `skimp.optim.adamw8bit`."""
+    """One step in place; `p` and `g` float32 or bf16, states as in `skimp.optim.adamw8bit`; noise from `offset`."""
     _library().skimp_adamw8bit(
         _at(True),
         _at(False),
@@ -186,12 +188,15 @@ def adamw8bit(
         p.numel(),
         key,
         step,
+        offset,
         torch.get_num_threads(),
     )
 
 
-def adamw_bf16(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scalars: tuple[float, ...], key: int, step: int) -> None:
-    """One step in place; `p` bf16, `g` float32 or bf16, `m` and `v` both float32 or both bf16."""
+def adamw_bf16(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, scalars: tuple[float, ...], key: int, step: int, offset: int
+) -> None:
+    """One step in place; `p` bf16, `g` float32 or bf16, `m` and `v` both float32 or both bf16; noise from `offset`."""
     _library().skimp_adamw_bf16(
         ctypes.byref(Scalars(*scalars)),
         p.data_ptr(),
@@ -203,6 +208,7 @@ def adamw_bf16(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scalars: tuple[float,
         p.numel(),
         key,
         step,
+        offset,
         torch.get_num_threads(),
     )
 

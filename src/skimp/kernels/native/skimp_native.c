@@ -311,11 +311,11 @@ typedef struct {
     const void *g;
     void *m, *v;
     float *m_absmax, *v_absmax;
-    int64_t n, key, step;
+    int64_t n, key, step, offset;
     int p_bf16, g_bf16, states_bf16;
 } adamw_job;
 
-/* Noise of a step: stream 2·step has the weight's 16 bits in its upper halves and the first moment's in its lower
+/* `offset` is where the first number stands in the whole parameter, of which this may be a shard. Noise of a step: stream 2·step has the weight's 16 bits in its upper halves and the first moment's in its lower
  * halves; stream 2·step + 1 has the second moment's in its upper halves. */
 static void adamw8bit_work(const void *raw, int64_t first, int64_t last)
 {
@@ -334,7 +334,7 @@ static void adamw8bit_work(const void *raw, int64_t first, int64_t last)
         job->m_absmax[b] = encode_block(job->signed_map, m, 1, m_codes + at, n);
         job->v_absmax[b] = encode_block(job->unsigned_map, v, 1, v_codes + at, n);
         if (job->p_bf16) {
-            philox_256(job->key, 2 * job->step, at / 4, noise);
+            numbers_256(job->key, 2 * job->step, job->offset + at, noise);
             for (int i = 0; i < BLOCK; i++) noise[i] >>= 16;
             store_rounded(p, noise, at, n, job->p);
         } else {
@@ -345,11 +345,11 @@ static void adamw8bit_work(const void *raw, int64_t first, int64_t last)
 
 void skimp_adamw8bit(const map_t *signed_map, const map_t *unsigned_map, const adamw_t *scalars, void *p, int p_bf16,
                      const void *g, int g_bf16, uint8_t *m, float *m_absmax, uint8_t *v, float *v_absmax, int64_t n,
-                     int64_t key, int64_t step, int threads)
+                     int64_t key, int64_t step, int64_t offset, int threads)
 {
     adamw_job job = {.scalars = *scalars, .signed_map = signed_map, .unsigned_map = unsigned_map, .p = p, .g = g,
                      .m = m, .v = v, .m_absmax = m_absmax, .v_absmax = v_absmax, .n = n, .key = key, .step = step,
-                     .p_bf16 = p_bf16, .g_bf16 = g_bf16};
+                     .offset = offset, .p_bf16 = p_bf16, .g_bf16 = g_bf16};
     fan_out(adamw8bit_work, &job, (n + BLOCK - 1) / BLOCK, threads);
 }
 
@@ -366,13 +366,13 @@ static void adamw_bf16_work(const void *raw, int64_t first, int64_t last)
         load(job->m, job->states_bf16, at, n, m);
         load(job->v, job->states_bf16, at, n, v);
         adamw_block(&job->scalars, p, g, m, v);
-        philox_256(job->key, 2 * job->step, at / 4, noise);
+        numbers_256(job->key, 2 * job->step, job->offset + at, noise);
         for (int i = 0; i < BLOCK; i++) half[i] = noise[i] >> 16;
         store_rounded(p, half, at, n, job->p);
         if (job->states_bf16) {
             for (int i = 0; i < BLOCK; i++) half[i] = noise[i] & 0xffffu;
             store_rounded(m, half, at, n, job->m);
-            philox_256(job->key, 2 * job->step + 1, at / 4, noise);
+            numbers_256(job->key, 2 * job->step + 1, job->offset + at, noise);
             for (int i = 0; i < BLOCK; i++) half[i] = noise[i] >> 16;
             store_rounded(v, half, at, n, job->v);
         } else {
@@ -383,10 +383,10 @@ static void adamw_bf16_work(const void *raw, int64_t first, int64_t last)
 }
 
 void skimp_adamw_bf16(const adamw_t *scalars, uint16_t *p, const void *g, int g_bf16, void *m, void *v,
-                      int states_bf16, int64_t n, int64_t key, int64_t step, int threads)
+                      int states_bf16, int64_t n, int64_t key, int64_t step, int64_t offset, int threads)
 {
     adamw_job job = {.scalars = *scalars, .p = p, .g = g, .m = m, .v = v, .n = n, .key = key, .step = step,
-                     .p_bf16 = 1, .g_bf16 = g_bf16, .states_bf16 = states_bf16};
+                     .offset = offset, .p_bf16 = 1, .g_bf16 = g_bf16, .states_bf16 = states_bf16};
     fan_out(adamw_bf16_work, &job, (n + BLOCK - 1) / BLOCK, threads);
 }
 
