@@ -28,10 +28,11 @@ FLOOR: dict[str, set[str]] = {
     "kernels": {"core"},
     **{room: set(GROUND) for room in TECHNIQUES},
     "recipe": {"core"},
+    "report": {"core"},
     "export": GROUND | TECHNIQUES | {"recipe"},
     "run": GROUND | TECHNIQUES | {"recipe", "plan", "export"},
     "plan": GROUND | TECHNIQUES | {"recipe", "run"},
-    "cli": GROUND | TECHNIQUES | {"recipe", "plan", "run", "export"},
+    "cli": GROUND | TECHNIQUES | {"recipe", "plan", "run", "export", "report"},
 }
 
 #: Packages that cost the training process more memory than many techniques save; for child processes only.

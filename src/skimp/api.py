@@ -130,7 +130,20 @@ def train_recipe(recipe: Any, *, resume: bool = False, voice: Voice | None = Non
         folder.vitals.beat("plan")
         settled, found = settle(recipe, source, voice)
         here = source if resume else fetch_model(source)
-        return run_session(settled, found, here, text, folder, resume=resume, voice=voice, asked=recipe)
+        outcome = run_session(settled, found, here, text, folder, resume=resume, voice=voice, asked=recipe)
+        if recipe.report and outcome.summary["steps"]:
+            draw(outcome.folder, voice)
+        return outcome
+
+
+def draw(folder: Path, voice: Voice) -> None:
+    """The run's report, by a child process, once the memory of training is given back."""
+    from skimp.core.memory.process import give_back
+    from skimp.report import start
+
+    give_back()
+    for sentence in start.make(folder):
+        voice.say(sentence)
 
 
 def settle(recipe: Any, source: Any, voice: Voice) -> tuple[Any, Plan]:

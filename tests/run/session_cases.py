@@ -127,6 +127,7 @@ def recipe(tmp_path: Path, tiny_folder: Path, text_file: Path) -> dict[str, Any]
         "optimizer": "adamw",
         "eval": {"tokens": 256},
         "exact": {"micro_batch": 2, "recompute": 1, "in_backward": False, "loss_chunk": 64},
+        "report": False,
         "output": str(tmp_path / "run"),
     }
 

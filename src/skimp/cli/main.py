@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from skimp.cli import doctor, methods, plan, schema, train
+from skimp.cli import doctor, methods, plan, report, schema, train
 
 app = typer.Typer(
     name="skimp",
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.command("plan")(plan.command)
 app.command("train")(train.command)
+app.command("report")(report.command)
 app.command("methods")(methods.command)
 app.command("doctor")(doctor.command)
 app.command("schema")(schema.command)

@@ -42,6 +42,18 @@ class MemoryProfile:
         """The largest of all phases: what the device must hold."""
         return max(self.phases.values())
 
+    def moments(self) -> dict[str, dict[str, int]]:
+        """Highest bytes by phase and place within it, for drawing over a measured step.
+
+        The optimizer's parameters are one place: there are hundreds, and their moments differ by one gradient.
+        """
+        found: dict[str, dict[str, int]] = {}
+        for (phase, owner), size in self.places.items():
+            inside = found.setdefault(phase, {})
+            name = "" if phase == "optimizer" else owner
+            inside[name] = max(inside.get(name, 0), size)
+        return found
+
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         return {

@@ -1,0 +1,1 @@
+"""Nothing but the path to the cases."""
