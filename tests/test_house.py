@@ -30,6 +30,7 @@ FLOOR: dict[str, set[str]] = {
     "recipe": {"core"},
     "report": {"core"},
     "export": GROUND | TECHNIQUES | {"recipe"},
+    "hf": GROUND | TECHNIQUES,
     "run": GROUND | TECHNIQUES | {"recipe", "plan", "export"},
     "plan": GROUND | TECHNIQUES | {"recipe", "run"},
     "cli": GROUND | TECHNIQUES | {"recipe", "plan", "run", "export", "report"},

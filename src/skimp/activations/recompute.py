@@ -25,18 +25,21 @@ class Recompute:
 
     Only the non-reentrant form is used: it composes with step-in-backward, frozen inputs and saved-tensor hooks.
     The second run sees the context variables of the first (document boundaries, the target of a simulation).
-    Random state is not replayed because nothing in a block draws from the global generator (dropout is off).
+    Random state is not replayed in skimp's own runs, because nothing in a block draws from the global generator
+    (dropout is off); `keep_random_state` replays it for models of other people.
 
     Args:
         model: any module.
         blocks: fully qualified names of the blocks to wrap.
+        keep_random_state: put torch's generator back for the second run, so that dropout draws the same mask.
 
     Example:
         >>> with_less = Recompute(model, [f"model.layers.{i}" for i in range(12)])
     """
 
-    def __init__(self, model: nn.Module, blocks: Iterable[str]) -> None:
+    def __init__(self, model: nn.Module, blocks: Iterable[str], keep_random_state: bool = False) -> None:
         self.blocks = tuple(blocks)
+        self._replay = keep_random_state
         self._modules = [model.get_submodule(name) for name in self.blocks]
         self.runs = dict.fromkeys(self.blocks, 0)
         for name, module in zip(self.blocks, self._modules, strict=True):
@@ -56,7 +59,8 @@ class Recompute:
             # Backward comes when the forward's declarations are gone: without its context variables the second run
             # would attend across documents.
             context = copy_context()
-            return checkpoint(context.run, run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            options: Any = {"use_reentrant": False, "preserve_rng_state": self._replay}
+            return checkpoint(context.run, run, *args, **options, **kwargs)
 
         module.forward = forward
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skimp.core.errors import EffectError
 from skimp.kernels.fused import fits_native, rms_norm, swiglu
 from skimp.kernels.native import library
 
@@ -20,19 +21,20 @@ class Fused:
 
     Attributes:
         norms, mlps: how many modules were changed; 0 without a compiler, and the model is as it was.
+        runs, plain_runs: calls of theirs that ran fused, and that did not (another dtype, another device).
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._changed: list[nn.Module] = []
-        self.norms = self.mlps = 0
+        self.norms = self.mlps = self.runs = self.plain_runs = 0
         if not library.available():
             return
         for module in model.modules():
             if type(module).__name__ in PLAIN_NORMS:
-                self._put(module, _norm(module))
+                self._put(module, self._norm(module))
                 self.norms += 1
             elif _is_swiglu(module):
-                self._put(module, _mlp(module))
+                self._put(module, self._mlp(module))
                 self.mlps += 1
 
     def _put(self, module: nn.Module, forward: Callable[..., Tensor]) -> None:
@@ -45,6 +47,45 @@ class Fused:
             del module.forward
         self._changed.clear()
 
+    def assert_effect(self) -> None:
+        """Every changed module ran fused.
+
+        Raises:
+            EffectError: some ran plain, or none ran.
+        """
+        if self.plain_runs or not self.runs:
+            raise EffectError(
+                f"{self.norms} RMSNorms and {self.mlps} SwiGLUs fused",
+                f"{self.runs} calls ran fused, {self.plain_runs} plain",
+                "the native form takes contiguous float32 on a CPU, outside autocast",
+                "leave the fused kernels out, or train in float32",
+            )
+
+    def _took(self, fused: bool) -> bool:
+        self.runs += fused
+        self.plain_runs += not fused
+        return fused
+
+    def _norm(self, module: Any) -> Callable[..., Tensor]:
+        plain = module.forward
+
+        def forward(hidden_states: Tensor) -> Tensor:
+            if self._took(not torch.is_autocast_enabled("cpu") and fits_native(hidden_states, module.weight)):
+                return rms_norm(hidden_states, module.weight, module.variance_epsilon)
+            y: Tensor = plain(hidden_states)
+            return y
+
+        return forward
+
+    def _mlp(self, module: Any) -> Callable[..., Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            gate, up = module.gate_proj(x), module.up_proj(x)
+            hidden = swiglu(gate, up) if self._took(fits_native(gate, up)) else module.act_fn(gate) * up
+            y: Tensor = module.down_proj(hidden)
+            return y
+
+        return forward
+
 
 def _is_swiglu(module: nn.Module) -> bool:
     parts = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
@@ -53,25 +94,3 @@ def _is_swiglu(module: nn.Module) -> bool:
         "SiLU",
         "SiLUActivation",
     )
-
-
-def _norm(module: Any) -> Callable[..., Tensor]:
-    plain = module.forward
-
-    def forward(hidden_states: Tensor) -> Tensor:
-        if torch.is_autocast_enabled("cpu") or not fits_native(hidden_states, module.weight):
-            y: Tensor = plain(hidden_states)
-            return y
-        return rms_norm(hidden_states, module.weight, module.variance_epsilon)
-
-    return forward
-
-
-def _mlp(module: Any) -> Callable[..., Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        gate, up = module.gate_proj(x), module.up_proj(x)
-        hidden = swiglu(gate, up) if fits_native(gate, up) else module.act_fn(gate) * up
-        y: Tensor = module.down_proj(hidden)
-        return y
-
-    return forward

@@ -1,0 +1,285 @@
+"""`attach`: refusals by name, effect of each technique held, everything out again, saving and resuming as before."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trainer_cases import CASES, ROWS, Case, arguments_of, hf_trainer, model_of, pad, raw, rule_of
+
+from skimp.core.errors import ConflictError, EffectError, ModelError, NonFiniteError
+from skimp.core.memory.tracker import Tracker
+from skimp.core.registry import load
+from skimp.hf import Attached, attach
+from skimp.kernels.native import library
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate", reason="Trainer needs accelerate: pip install skimp[hf]")
+
+
+def make(folder: Path, model: Any = None, rule: str = "adamw", **changes: Any) -> Any:
+    """A trainer of the plain case with some arguments changed."""
+    case = Case((), rule=rule, arguments=changes)
+    return hf_trainer(case, model if model is not None else model_of(case), str(folder))
+
+
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("nothing", {}, {}, "no technique"),
+    ("compile", {"torch_compile": True}, {"recompute": "all"}, "torch_compile=True"),
+    ("twice recomputed", {"gradient_checkpointing": True}, {"recompute": "all"}, "run three times"),
+    ("no such block", {}, {"recompute": (0, 3)}, "3 blocks, counted from 0"),
+    ("accumulated", {"gradient_accumulation_steps": 2}, {"step_in_backward": True}, "freed before the next"),
+    ("half precision", {"bf16": True}, {"fused": True}, "autocast"),
+    ("hidden declarations", {"gradient_checkpointing": True}, {"documents": True}, "attend across them"),
+]
+
+
+@pytest.mark.parametrize(("changes", "techniques", "message"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
+def test_refused_by_name(tmp_path: Path, changes: dict[str, Any], techniques: dict[str, Any], message: str) -> None:
+    if "fused" in techniques and not library.available():
+        pytest.skip("no native kernels")
+    trainer = make(tmp_path, **changes)
+    with pytest.raises(ConflictError, match=re.escape(message)) as caught:
+        attach(trainer, **techniques)
+    assert caught.value.instead or message in ("3 blocks, counted from 0",)
+    assert not hasattr(trainer, "skimp")
+    assert "forward" not in trainer.model.__dict__
+
+
+def test_step_in_backward_needs_a_rule_that_can(tmp_path: Path) -> None:
+    for optimizers, found in (
+        ((None, None), "none"),
+        ((rule_of("torch", model := model_of(CASES["plain"])), None), "AdamW"),
+    ):
+        trainer = transformers.Trainer(
+            model=model, args=transformers.TrainingArguments(**arguments_of(CASES["plain"], str(tmp_path))),
+            train_dataset=raw(CASES["plain"]), data_collator=pad, optimizers=optimizers,
+        )  # fmt: skip
+        with pytest.raises(ConflictError, match=f"optimizer: {found}") as caught:
+            attach(trainer, step_in_backward=True)
+        assert "skimp.optim.AdamW" in caught.value.instead[0]
+
+
+def test_a_loss_of_its_own_is_not_replaced(tmp_path: Path) -> None:
+    class Mine(transformers.Trainer):  # type: ignore[misc]
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    case = CASES["plain"]
+    model = model_of(case)
+    arguments = transformers.TrainingArguments(**arguments_of(case, str(tmp_path)))
+    mine = Mine(model=model, args=arguments, train_dataset=raw(case), data_collator=pad)
+    with pytest.raises(ConflictError, match=r"Mine\.compute_loss is its own"):
+        attach(mine, chunked_loss=True)
+    given = transformers.Trainer(
+        model=model, args=arguments, train_dataset=raw(case), data_collator=pad, compute_loss_func=lambda *a, **k: None
+    )
+    with pytest.raises(ConflictError, match="compute_loss_func is set"):
+        attach(given, chunked_loss=True)
+
+
+def test_a_model_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    case = CASES["plain"]
+    arguments = transformers.TrainingArguments(**arguments_of(case, str(tmp_path)))
+    trainer = transformers.Trainer(model=nn.Linear(4, 4), args=arguments, train_dataset=raw(case), data_collator=pad)
+    with pytest.raises(ModelError, match="no a token embedding"):
+        attach(trainer, recompute="all")
+
+
+def test_nothing_to_fuse_leaves_the_trainer_as_it_was(tmp_path: Path, make_tiny: Callable[..., Any]) -> None:
+    if not library.available():
+        pytest.skip("no native kernels")
+    trainer = make(tmp_path, make_tiny("gpt2"))
+    with pytest.raises(ConflictError, match="no plain RMSNorm and no SwiGLU"):
+        attach(trainer, fused=True, recompute="all")
+    assert not hasattr(trainer, "skimp")
+    attach(trainer, recompute="all")
+    with pytest.raises(ConflictError, match=r"trainer\.skimp\.remove"):
+        attach(trainer, recompute="all")
+
+
+EVERYTHING: dict[str, Any] = {"recompute": "all", "chunked_loss": True, "documents": True, "step_in_backward": True}
+
+
+def test_remove_takes_everything_out(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    model, collator, attention = trainer.model, trainer.data_collator, trainer.model.config._attn_implementation
+    methods = {n: getattr(trainer, n) for n in ("compute_loss", "prediction_step", "training_step", "log")}
+    handle = attach(trainer, fused=library.available(), **EVERYTHING)
+    assert isinstance(handle, Attached)
+    assert trainer.skimp is handle
+    trainer.train()
+    handle.remove()
+    handle.remove()
+    assert not hasattr(trainer, "skimp")
+    assert handle not in trainer.callback_handler.callbacks
+    assert trainer.data_collator is collator
+    assert model.config._attn_implementation == attention
+    assert {n: getattr(trainer, n) for n in methods} == methods
+    assert not [name for name, module in model.named_modules() if "forward" in module.__dict__]
+    assert not [n for n, p in model.named_parameters() if p._post_accumulate_grad_hooks]
+    model.zero_grad()
+    before = [p.detach().clone() for p in model.parameters()]
+    model(**pad(raw(CASES["plain"])[:2])).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+# ---------------------------------------------------------------------- each effect is held
+def test_an_idle_recompute_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import skimp.activations.recompute as home
+
+    def keep(run: Any, *args: Any, use_reentrant: bool, preserve_rng_state: bool, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(home, "checkpoint", keep)
+    trainer = make(tmp_path)
+    attach(trainer, recompute="all")
+    with pytest.raises(EffectError, match="not run again in backward"):
+        trainer.train()
+
+
+def test_an_idle_loss_fails_the_run(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    plain = trainer.compute_loss
+    attach(trainer, chunked_loss=True)
+    trainer.compute_loss = plain
+    with pytest.raises(EffectError, match="0 losses in chunks"):
+        trainer.train()
+
+
+def test_undeclared_documents_fail_the_run(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    attach(trainer, documents=True)
+    trainer.data_collator = pad
+    with pytest.raises((EffectError, ModelError), match=r"no batch declared|mask"):
+        trainer.train()
+
+
+def test_another_attention_fails_the_run(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    attach(trainer, documents=True)
+    trainer.model.set_attn_implementation("eager")
+    with pytest.raises(EffectError, match="attention 'eager'"):
+        trainer.train()
+
+
+def test_held_gradients_fail_the_run(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    handle = attach(trainer, step_in_backward=True)
+    assert handle.backward is not None
+    handle.backward.delivery.close()
+    parameter = next(trainer.model.parameters())
+    parameter.grad = torch.zeros_like(parameter)
+    with pytest.raises(EffectError, match="held after backward"):
+        handle.on_pre_optimizer_step(None, None, None)
+    parameter.grad = None
+    for hook in handle.backward.delivery._hooks:
+        hook.remove()
+    with pytest.raises(EffectError, match=r"held after backward|never moved"):
+        trainer.train()
+
+
+def test_a_model_that_is_never_trained_fails_the_check(tmp_path: Path) -> None:
+    handle = attach(make(tmp_path), recompute="all")
+    with pytest.raises(EffectError, match="never called"):
+        handle.assert_effect()
+
+
+# ---------------------------------------------------------------------- what else a trainer does
+def test_evaluation_makes_no_logits_and_prediction_gives_them(tmp_path: Path) -> None:
+    trainer = make(tmp_path, per_device_eval_batch_size=ROWS)
+    data = raw(CASES["whole"])
+    with Tracker() as whole:
+        expected = trainer.evaluate(data)["eval_loss"]
+    attach(trainer, chunked_loss=True)
+    with Tracker() as chunks:
+        found = trainer.evaluate(data)["eval_loss"]
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert chunks.peak.total < 0.7 * whole.peak.total
+    assert trainer.predict(data[:3]).predictions.shape[-1] == trainer.model.config.vocab_size
+
+
+def test_label_smoothing_is_kept(tmp_path: Path) -> None:
+    losses = []
+    for chunked in (False, True):
+        trainer = make(tmp_path, label_smoothing_factor=0.2)
+        if chunked:
+            attach(trainer, chunked_loss=True)
+        trainer.train()
+        losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_dropout_draws_the_same_masks(tmp_path: Path, make_tiny: Callable[..., Any]) -> None:
+    """Recompute runs a block twice, and clipping in backward a batch twice: the numbers are those of one run."""
+    results = []
+    for techniques in ({}, {"recompute": "all"}, {"recompute": "all", "step_in_backward": True}):
+        trainer = make(tmp_path, make_tiny("gpt2", resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3, vocab_size=1024))
+        if techniques:
+            attach(trainer, **techniques)
+        trainer.train()
+        results.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
+    assert results[0] == results[1]
+    assert results[2] == pytest.approx(results[0], rel=1e-6)
+
+
+def test_a_gradient_that_is_not_finite_stops_before_anything_moves(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    attach(trainer, step_in_backward=True)
+    with torch.no_grad():
+        trainer.model.lm_head.weight[0] = float("nan")
+    before = trainer.model.model.embed_tokens.weight.detach().clone()
+    with pytest.raises(NonFiniteError, match="step 1"):
+        trainer.train()
+    assert torch.equal(trainer.model.model.embed_tokens.weight, before)
+
+
+@pytest.mark.parametrize("rule", ["adamw", "adamw8bit", "adamw-bf16"])
+def test_a_rule_in_trainer_is_the_rule_in_a_loop(tmp_path: Path, rule: str) -> None:
+    """Accumulated, clipped and scheduled by Trainer; bit for bit what a plain loop does."""
+    case = Case((), rule=rule, dtype=torch.bfloat16 if rule == "adamw-bf16" else torch.float32)
+    model, data = model_of(case), raw(CASES["plain"])
+
+    class InOrder(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(data)
+
+    arguments = arguments_of(case, str(tmp_path)) | {"max_grad_norm": 0.5, "max_steps": 3}
+    trainer = transformers.Trainer(
+        model=model, args=transformers.TrainingArguments(**arguments), train_dataset=InOrder(), data_collator=pad,
+        optimizers=(rule_of(rule, model), None),
+    )  # fmt: skip
+    trainer.train()
+    other = model_of(case)
+    optimizer: Any = load(rule, "update rule")(other.named_parameters(), lr=1e-3, weight_decay=0.01)
+    schedule = transformers.get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=3)
+    for step in range(3):
+        other(**pad(data[step * ROWS : (step + 1) * ROWS])).loss.backward()
+        nn.utils.clip_grad_norm_(other.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("techniques", [{}, EVERYTHING], ids=["rule only", "everything"])
+def test_trainers_checkpoints_resume_bit_for_bit(tmp_path: Path, techniques: dict[str, Any]) -> None:
+    def train(folder: str, resume: bool = False) -> list[torch.Tensor]:
+        trainer = make(tmp_path / folder, rule="adamw8bit", save_strategy="steps", save_steps=2)
+        if techniques:
+            attach(trainer, **techniques)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2") if resume else None)
+        return [p.detach().clone() for p in trainer.model.parameters()]
+
+    whole = train("whole")
+    saved = json.loads((tmp_path / "whole" / "checkpoint-2" / "config.json").read_text(encoding="utf-8"))
+    assert "skimp" not in json.dumps(saved)
+    resumed = train("resumed", resume=True)
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
