@@ -128,7 +128,7 @@ def show_autopsy(found: Autopsy) -> None:
     parts: list[tuple[str, list[Text]]] = [
         ("what was seen", [Text(line) for line in found.verdict.evidence]),
         ("what is kept", [Text(line) for line in found.kept()]),
-        ("what to change", [Text.assemble((c.what, "cyan"), f"\n{c.why}") for c in found.changes]),
+        ("what to change", [Text.assemble((c.what, "cyan"), f"\n{c.why}" if c.why else "") for c in found.changes]),
     ]
     for title, lines in parts:
         if lines:
@@ -138,7 +138,7 @@ def show_autopsy(found: Autopsy) -> None:
                 rows.add_row("  ·", line)
             screen.print(rows)
     if found.command:
-        screen.print(Text("go on with", "bold"))
+        screen.print(Text("to train further" if found.verdict.kind == "finished" else "go on with", "bold"))
         screen.print(Text(f"  {found.command}", "cyan"), soft_wrap=True)
 
 

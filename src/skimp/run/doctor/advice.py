@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,15 @@ from skimp.run.doctor.verdict import Verdict
 SAVE_SECONDS = 600.0
 #: Left free beside the run when a budget is proposed: the kernel's own needs and what other programs do meanwhile.
 RESERVE = (100_000_000, 0.03)
+
+
+#: What a disk refuses for other reasons than being full.
+SPECIAL = {
+    errno.EFBIG: ("ulimit -f unlimited", "a limit on the size of one file, not the disk, stopped it"),
+    errno.EDQUOT: ("a larger quota, or another disk", "the disk has room, but not for this user"),
+    errno.EROFS: ("mount -o remount,rw", "the disk is mounted read-only: a failing disk is often put so by the system"),
+    errno.EIO: ("another disk", "it reads or writes no more: look at the system's log before trusting it again"),
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,7 @@ def _changes(seen: Remains, verdict: Verdict) -> Iterator[Change]:
         yield Change("exact.kernels=plain", "runs without the native layers; equal to rounding", override=True)
     elif verdict.kind == "error" or verdict.kind == "not finite":
         for way in seen.vitals["ended"].get("instead", ()):
-            yield Change(way, "the error's own advice")
+            yield Change(way, "")
     if not verdict.well:
         yield from _save_more_often(seen)
 
@@ -99,6 +109,10 @@ def _smaller_ways(seen: Remains, target: int) -> Iterator[Change]:
 
 
 def _more_disk(seen: Remains) -> Iterator[Change]:
+    number = seen.vitals["ended"].get("errno")
+    if number in SPECIAL:
+        yield Change(*SPECIAL[number])
+        return
     need = seen.plan.get("places", {}).get("disk", {}).get("peak_bytes")
     size = f"a checkpoint takes {format_bytes(seen.newest_bytes)}; " if seen.newest_bytes else ""
     if need:

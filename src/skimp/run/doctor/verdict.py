@@ -82,7 +82,7 @@ def _living(seen: Remains) -> Verdict:
     v = seen.vitals
     if not v:
         return Verdict("running", "running: a process holds its lock", True, ())
-    doing = f"process {v['pid']} is in phase '{v['phase']}', {v.get('step') or 0} steps done; {_memory(v)}"
+    doing = f"process {v['pid']} is in phase '{v['phase']}', {_steps(v.get('step') or 0)}; {_memory(v)}"
     silent = seen.now - v["time"]
     if seen.life == "elsewhere":
         return Verdict(
@@ -110,8 +110,8 @@ def _in_its_own_words(seen: Remains, ended: dict[str, Any]) -> Verdict:
     if how != "error":
         return Verdict("stopped", f"stopped as asked ({how}), and saved first", True, (f"the session took {took}",))
     kind, said = ended["kind"], str(ended.get("message", ""))
-    where = f"after {took}, in phase '{seen.vitals['phase']}', {seen.step} steps done"
-    evidence = [where, *(f"{line}" for line in said.splitlines() if line.strip())]
+    where = f"after {took}, in phase '{seen.vitals['phase']}', {_steps(seen.step)}"
+    evidence = [where, *_said(ended)]
     if kind == "KeyboardInterrupt":
         return Verdict("interrupted", "interrupted at once, by Ctrl-C", True, (where,))
     if kind == "NonFiniteError":
@@ -122,6 +122,18 @@ def _in_its_own_words(seen: Remains, ended: dict[str, Any]) -> Verdict:
         return Verdict("memory refused", "memory was asked for and refused", True, (*evidence, _memory(seen.vitals)))
     evidence += ended.get("where", ())
     return Verdict("error", f"ended with an error: {kind}", True, tuple(evidence))
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'' if count == 1 else 's'} done"
+
+
+def _said(ended: dict[str, Any]) -> list[str]:
+    """The error's own words, without its advice, which stands under what to change."""
+    if "asked" not in ended:
+        return [line for line in str(ended.get("message", "")).splitlines() if line.strip()]
+    found = f"{ended['asked']}: {ended['found']}" if ended["found"] else ended["asked"]
+    return [found, *([f"because {ended['why']}"] if ended["why"] else [])]
 
 
 def _without_vitals(seen: Remains) -> Verdict:
