@@ -35,21 +35,24 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("twice recomputed", {"gradient_checkpointing": True}, {"recompute": "all"}, "run three times"),
     ("no such block", {}, {"recompute": (0, 3)}, "3 blocks, counted from 0"),
     ("accumulated", {"gradient_accumulation_steps": 2}, {"step_in_backward": True}, "freed before the next"),
-    ("half precision", {"bf16": True}, {"fused": True}, "autocast"),
     ("hidden declarations", {"gradient_checkpointing": True}, {"documents": True}, "attend across them"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "techniques", "message"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
 def test_refused_by_name(tmp_path: Path, changes: dict[str, Any], techniques: dict[str, Any], message: str) -> None:
-    if "fused" in techniques and not library.available():
-        pytest.skip("no native kernels")
     trainer = make(tmp_path, **changes)
     with pytest.raises(ConflictError, match=re.escape(message)) as caught:
         attach(trainer, **techniques)
     assert caught.value.instead or message in ("3 blocks, counted from 0",)
     assert not hasattr(trainer, "skimp")
     assert "forward" not in trainer.model.__dict__
+
+
+@pytest.mark.skipif(not library.available(), reason="no native kernels")
+def test_what_the_fused_layers_cannot_take_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConflictError, match="float64 on cpu"):
+        attach(make(tmp_path, model_of(CASES["plain"]).double()), fused=True)
 
 
 def test_step_in_backward_needs_a_rule_that_can(tmp_path: Path) -> None:

@@ -75,6 +75,9 @@ CASES: dict[str, Case] = {
     "recompute": Case(("recompute",), {"recompute": "all"}, saves=1_000_000),
     "recompute-some": Case(("recompute",), {"recompute": (0, 2)}, saves=500_000),
     "fused": Case(("fused-rmsnorm", "fused-swiglu"), {"fused": True}, saves=400_000, **ORDER),
+    "autocast": Case((), than="", arguments={"bf16": True}),
+    # The plain norm rounds to bfloat16 before its weight and after, the fused one after only.
+    "autocast-fused": Case((), {"fused": True}, than="autocast", arguments={"bf16": True}, loss=2e-4, weight=None),
     "chunked": Case(("chunked-cross-entropy",), {"chunked_loss": True}, saves=900_000, **ORDER),
     "in-backward": Case(("step-in-backward",), {"step_in_backward": True}, loss=1e-6, weight=1e-3),
     "no-clip": Case((), than="", arguments={"max_grad_norm": 0.0}),
@@ -96,7 +99,11 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 #: What the child runs: every technique, without the variants that differ from another case in a number only.
-IN_TRL = [n for n in CASES if n not in ("recompute-some", "no-clip", "in-backward-no-clip", "all-8-bit")]
+IN_TRL = [
+    n
+    for n in CASES
+    if n not in ("recompute-some", "no-clip", "in-backward-no-clip", "all-8-bit", "autocast", "autocast-fused")
+]
 
 
 def model_of(case: Case, layers: int = 3) -> Any:

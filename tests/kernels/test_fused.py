@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from skimp.core.errors import EffectError
 from skimp.kernels.apply import Fused
 from skimp.kernels.fused import rms_norm, rms_norm_reference, swiglu, swiglu_reference
 from skimp.kernels.native import library
@@ -102,3 +103,53 @@ def test_gemma_norms_are_left_alone() -> None:
     )  # fmt: skip
     fused = Fused(model)
     assert (fused.norms, fused.mlps) == (0, 0)
+
+
+# ---------------------------------------------------------------------- bfloat16
+@pytest.mark.parametrize("shape", [(2, 3, 17), (5, 123, 37), (1, 100, 576)])
+def test_halves_are_rounded_once_from_the_float32_result(shape: tuple[int, ...]) -> None:
+    """Values and gradients are those of float32 inputs, rounded: within half a bfloat16 ulp (2^-8) of the reference."""
+    torch.manual_seed(0)
+    x, up, dy = (torch.randn(shape).bfloat16() for _ in range(3))
+    w = (torch.rand(shape[-1]) + 0.5).bfloat16()
+    for call, reference, first, second in (
+        (lambda a, b: rms_norm(a, b, 1e-5), lambda a, b: rms_norm_reference(a, b, 1e-5), x, w),
+        (swiglu, swiglu_reference, x, up),
+    ):
+        a, b = first.clone().requires_grad_(), second.clone().requires_grad_()
+        c, d = first.double().requires_grad_(), second.double().requires_grad_()
+        y, z = call(a, b), reference(c, d)
+        y.backward(dy)
+        z.backward(dy.double())
+        for found, wanted in ((y, z), (a.grad, c.grad), (b.grad, d.grad)):
+            assert found.dtype == torch.bfloat16
+            near = (found.double() - wanted).abs() <= 2.0**-8 * wanted.abs() + 1e-6 * wanted.abs().max()
+            assert bool(near.all())
+
+
+def test_halves_keep_nothing_wider_for_backward() -> None:
+    kept: list[torch.Tensor] = []
+    x = torch.randn(8, 64).bfloat16().requires_grad_()
+    w = torch.ones(64).bfloat16().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        swiglu(rms_norm(x, w, 1e-5), x)
+    wide = [t for t in kept if t.dtype == torch.float32]
+    assert [tuple(t.shape) for t in wide] == [(8,)]  # the norm's one number a row
+
+
+def test_halves_only_when_asked_for(make_tiny: Any) -> None:
+    ids = torch.arange(12).unsqueeze(0)
+    for halves, dtype, autocast in ((False, torch.bfloat16, False), (False, torch.float32, True)):
+        model = make_tiny("llama").to(dtype)
+        fused = Fused(model, halves=halves)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model(input_ids=ids, labels=ids).loss.backward()
+        assert fused.plain_runs == 7
+        with pytest.raises(EffectError, match="7 plain"):
+            fused.assert_effect()
+        fused.remove()
+        fused = Fused(model, halves=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model(input_ids=ids, labels=ids).loss.backward()
+        assert (fused.runs, fused.plain_runs) == (7, 0)
+        fused.assert_effect()

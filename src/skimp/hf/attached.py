@@ -44,7 +44,7 @@ def attach(
     Args:
         trainer: a `transformers.Trainer` or `trl.SFTTrainer` over a causal language model, PEFT-wrapped or not.
         recompute: blocks to run again in backward: "all", or their indices.
-        fused: RMSNorm and SwiGLU in one pass each (float32 on a CPU, native kernels built).
+        fused: RMSNorm and SwiGLU in one pass each (float32 or bfloat16 on a CPU, native kernels built).
         chunked_loss: cross-entropy a few tokens at a time: tokens × vocabulary logits never exist, in training or in
             an evaluation that asks for the loss only.
         documents: attention inside document boundaries that the collator declares (CPU); no S × S mask is built.
@@ -96,7 +96,7 @@ class Attached(TrainerCallback):
     def put(self, blocks: Sequence[int], fused: bool, chunked: bool, documents: bool, in_backward: bool) -> None:
         """Everything asked for, in the order of building: kernels, recompute, attention, loss, delivery."""
         if fused:
-            self.fused = Fused(self.model)
+            self.fused = Fused(self.model, halves=True)
             self._undo.append(self.fused.remove)
             if not self.fused.norms and not self.fused.mlps:
                 raise ConflictError(

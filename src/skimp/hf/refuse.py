@@ -83,12 +83,12 @@ def _fused(trainer: Any, model: nn.Module) -> None:
             ["python -m skimp.kernels.native", "leave fused out"],
         )
     kinds = {(p.dtype, p.device.type) for p in model.parameters()}
-    if kinds != {(torch.float32, "cpu")} or trainer.args.bf16 or trainer.args.fp16:
+    if not kinds <= {(torch.float32, "cpu"), (torch.bfloat16, "cpu")} or trainer.args.fp16:
         found = ", ".join(sorted(f"{str(d).removeprefix('torch.')} on {where}" for d, where in kinds))
         raise ConflictError(
             "attach(fused=True)",
-            f"{found}{', autocast' if trainer.args.bf16 or trainer.args.fp16 else ''}",
-            "the fused layers take float32 on a CPU; with anything else they would run plain, in silence",
+            f"{found}{', fp16' if trainer.args.fp16 else ''}",
+            "the fused layers take float32 and bfloat16 on a CPU; with anything else they would run plain, in silence",
             "leave fused out",
         )
 

@@ -19,7 +19,10 @@ FACTS: list[Facts] = [
         exact=True,
         saves="one tensor of the layer's width per norm: rows x hidden x 4 bytes",
         paper=_LIGER,
-        needs=("float32 on a CPU", "the native kernels (python -m skimp.kernels.native)"),
+        needs=(
+            "a CPU; bfloat16 only when asked for by name (exact.kernels=fused)",
+            "the native kernels (python -m skimp.kernels.native)",
+        ),
     ),
     Facts(
         name="fused-swiglu",
@@ -30,7 +33,10 @@ FACTS: list[Facts] = [
         exact=True,
         saves="one tensor of the MLP's width per block: rows x intermediate x 4 bytes",
         paper=_LIGER,
-        needs=("float32 on a CPU", "the native kernels (python -m skimp.kernels.native)"),
+        needs=(
+            "a CPU; bfloat16 only when asked for by name (exact.kernels=fused)",
+            "the native kernels (python -m skimp.kernels.native)",
+        ),
     ),
 ]
 

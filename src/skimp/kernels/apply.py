@@ -19,12 +19,17 @@ PLAIN_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 class Fused:
     """RMSNorm and SwiGLU modules of `model` run fused wherever the native form takes their tensors.
 
+    Args:
+        halves: take bfloat16 and autocast too, through a float32 copy that lives for the call. Asked for by name only:
+            the result is rounded once instead of twice, so it differs from the plain layers by a bfloat16 ulp.
+
     Attributes:
         norms, mlps: how many modules were changed; 0 without a compiler, and the model is as it was.
         runs, plain_runs: calls of theirs that ran fused, and that did not (another dtype, another device).
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, halves: bool = False) -> None:
+        self.halves = halves
         self._changed: list[nn.Module] = []
         self.norms = self.mlps = self.runs = self.plain_runs = 0
         if not library.available():
@@ -57,9 +62,12 @@ class Fused:
             raise EffectError(
                 f"{self.norms} RMSNorms and {self.mlps} SwiGLUs fused",
                 f"{self.runs} calls ran fused, {self.plain_runs} plain",
-                "the native form takes contiguous float32 on a CPU, outside autocast",
+                "the native form takes contiguous float32 on a CPU, and bfloat16 where that was asked for",
                 "leave the fused kernels out, or train in float32",
             )
+
+    def _fits(self, x: Tensor, weight: Tensor) -> bool:
+        return (self.halves or not torch.is_autocast_enabled("cpu")) and fits_native(x, weight, halves=self.halves)
 
     def _took(self, fused: bool) -> bool:
         self.runs += fused
@@ -70,7 +78,7 @@ class Fused:
         plain = module.forward
 
         def forward(hidden_states: Tensor) -> Tensor:
-            if self._took(not torch.is_autocast_enabled("cpu") and fits_native(hidden_states, module.weight)):
+            if self._took(self._fits(hidden_states, module.weight)):
                 return rms_norm(hidden_states, module.weight, module.variance_epsilon)
             y: Tensor = plain(hidden_states)
             return y
@@ -80,7 +88,9 @@ class Fused:
     def _mlp(self, module: Any) -> Callable[..., Tensor]:
         def forward(x: Tensor) -> Tensor:
             gate, up = module.gate_proj(x), module.up_proj(x)
-            hidden = swiglu(gate, up) if self._took(fits_native(gate, up)) else module.act_fn(gate) * up
+            hidden = (
+                swiglu(gate, up) if self._took(fits_native(gate, up, halves=self.halves)) else module.act_fn(gate) * up
+            )
             y: Tensor = module.down_proj(hidden)
             return y
 

@@ -8,6 +8,9 @@ order, a few ulp apart.
 Formulas: y = w x s, s = (mean x^2 + eps)^-1/2; dx = s (m - x s^2 mean(m x)), m = dy w; dw = sum of dy x s over rows.
 y = silu(a) b; da = dy b (sigma + a sigma (1 - sigma)); db = dy silu(a), sigma = sigmoid(a).
 
+bfloat16 tensors are widened for the call and the result is rounded once (HF's RMSNorm rounds twice); what is kept for
+backward stays bfloat16, 2 bytes a number where HF keeps the float32 copy and the rounded one, 6.
+
 Source: "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024, arXiv 2410.10989, section 3.2.
 """
 
@@ -73,36 +76,49 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y: Tensor
-        y, scale = torch.ops.skimp.rms_norm(x, weight, eps)
+        y, scale = torch.ops.skimp.rms_norm(_wide(x), _wide(weight), eps)
         ctx.save_for_backward(x, weight, scale)
-        return y
+        return _as(y, torch.promote_types(x.dtype, weight.dtype))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-        dx, dw = torch.ops.skimp.rms_norm_backward(dy.contiguous(), *ctx.saved_tensors)
-        return dx, dw, None
+        x, weight, scale = ctx.saved_tensors
+        dx, dw = torch.ops.skimp.rms_norm_backward(_wide(dy.contiguous()), _wide(x), _wide(weight), scale)
+        return _as(dx, x.dtype), _as(dw, weight.dtype), None
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        y: Tensor = torch.ops.skimp.swiglu(gate, up)
-        return y
+        y: Tensor = torch.ops.skimp.swiglu(_wide(gate), _wide(up))
+        return _as(y, gate.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        grads: tuple[Tensor, Tensor] = torch.ops.skimp.swiglu_backward(dy.contiguous(), *ctx.saved_tensors)
-        return grads
+        gate, up = ctx.saved_tensors
+        dgate, dup = torch.ops.skimp.swiglu_backward(_wide(dy.contiguous()), _wide(gate), _wide(up))
+        return _as(dgate, gate.dtype), _as(dup, up.dtype)
 
 
-def fits_native(*tensors: Tensor) -> bool:
-    """Whether the native form takes these: float32, contiguous, on a CPU. Facts of shape and type, never of values."""
-    return all(t.dtype == torch.float32 and t.is_contiguous() and t.device.type == "cpu" for t in tensors)
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float32 else x.float()
+
+
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def fits_native(*tensors: Tensor, halves: bool = False) -> bool:
+    """Whether the native form takes these: contiguous, on a CPU, float32 or, with `halves`, widened from bfloat16.
+
+    Facts of shape and type, never of values."""
+    kinds = (torch.float32, torch.bfloat16) if halves else (torch.float32,)
+    return all(t.dtype in kinds and t.is_contiguous() and t.device.type == "cpu" for t in tensors)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """w x / sqrt(mean x^2 + eps) over the last dimension; (…, n) float32 on a CPU.
+    """w x / sqrt(mean x^2 + eps) over the last dimension; (…, n) float32 or bfloat16 on a CPU.
 
     Raises:
         RuntimeError: the native kernels are not built.
@@ -112,7 +128,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, both of one shape, float32 on a CPU.
+    """silu(gate) * up, both of one shape, float32 or bfloat16 on a CPU.
 
     Raises:
         RuntimeError: the native kernels are not built.

@@ -87,7 +87,7 @@ class Exact(Section):
     kernels: Literal["fused", "plain"] | None = Field(
         default=None,
         description="RMSNorm and SwiGLU on a CPU: fused is skimp's native form, plain the model's own; null is fused "
-        "where the native kernels are built.",
+        "in float32 where the native kernels are built; bfloat16 is fused only when asked for.",
     )
     malloc: Literal["return", "reuse"] | None = Field(
         default=None,

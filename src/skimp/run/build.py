@@ -140,7 +140,7 @@ def build(
 
 
 def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Structure) -> Run:
-    fused = Fused(model) if uses_fused(recipe) else None
+    fused = Fused(model, halves=recipe.exact.kernels == "fused") if uses_fused(recipe) else None
     if recipe.exact.kernels == "fused" and fused is not None and not fused.norms and not fused.mlps:
         raise ConflictError(
             "exact.kernels=fused",

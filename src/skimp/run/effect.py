@@ -59,6 +59,8 @@ class Effect:
         _micro_batches(run, forwards)
         if run.exact.recompute:
             _recomputed(run, forwards)
+        if run.fused is not None and run.recipe.exact.kernels == "fused":
+            run.fused.assert_effect()
         if run.exact.in_backward and self._outlived:
             raise EffectError(
                 "stepping in backward",
