@@ -57,14 +57,20 @@ def plan_recipe(
 ) -> Plan:
     """`plan` for a recipe and model source that are already resolved."""
     from skimp.core.memory.process import set_malloc_policy
+    from skimp.kernels.native import pool
     from skimp.plan.make import make_plan
 
-    if (gpu or recipe.device) == "cpu" and not set_malloc_policy() and recipe.exact.malloc is not None:
+    pinned = recipe.exact.malloc if (gpu or recipe.device) == "cpu" else None
+    if not set_malloc_policy() and pinned is not None:
         raise RecipeError(
-            f"exact.malloc={recipe.exact.malloc}",
+            f"exact.malloc={pinned}",
             "a C library that is not glibc",
-            "its allocator takes no such policy",
+            "its allocator takes no policy",
             "exact.malloc=null",
+        )
+    if pinned == "pool" and not pool.available():
+        raise RecipeError(
+            "exact.malloc=pool", pool.why(), instead=["python -m skimp.kernels.native", "exact.malloc=return"]
         )
     bytes_ = None if memory is None else parse_bytes(memory, "memory")
     return make_plan(recipe, source.config, gpu=gpu, memory=bytes_, label=source.name, offer=offer)

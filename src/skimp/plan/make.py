@@ -11,7 +11,7 @@ from skimp.core.structure import layers_of
 from skimp.core.units import format_bytes
 from skimp.plan.cost import Rates, probe
 from skimp.plan.offers import offers
-from skimp.plan.places import RETURN_COST, Places, budgets, places
+from skimp.plan.places import POOL_ROOM, RETURN_COST, Places, budgets, places
 from skimp.plan.plan import Alternative, Plan
 from skimp.plan.search import Candidate, Search
 from skimp.run.skeleton import dropout_of
@@ -126,7 +126,9 @@ def _reasons(search: Search, exact: ExactChoices, where: Places) -> list[str]:
         reasons.append(f"step in backward{passes}: {saves}")
     elif search.recipe.exact.in_backward is None:
         reasons.append("gradients held: they fit, and one backward per micro-batch is enough")
-    if where.on_cpu and len(search.budgets) > 1 and search.reusable(row):
+    if exact.malloc == "pool" and where.on_cpu:
+        reasons.append(f"tensor pool: freed blocks serve the next tensors, {format_bytes(POOL_ROOM)} wait at the peak")
+    elif where.on_cpu and len(search.budgets) > 1 and search.reusable(row):
         reuse, back = search.budgets["reuse"][0], search.budgets["return"][0]
         if exact.malloc == "reuse":
             reasons.append(f"freed memory is reused: {RETURN_COST - 1:.0%} faster than returning it, and it fits")

@@ -166,7 +166,7 @@ class Search:
         Larger ones come and go as mappings whatever the policy; mixed with a heap of small ones they left it so
         fragmented that the resident peak stood 0.5 GB above its plan (4 x 512 tokens of SmolLM2).
         """
-        if "return" not in self.budgets:
+        if "reuse" not in self.budgets or "return" not in self.budgets:
             return True  # pinned by the recipe
         config = self.config
         widest = max(

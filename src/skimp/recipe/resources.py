@@ -89,8 +89,9 @@ class Exact(Section):
         description="RMSNorm and SwiGLU on a CPU: fused is skimp's native form, plain the model's own; null is fused "
         "in float32 where the native kernels are built; bfloat16 is fused only when asked for.",
     )
-    malloc: Literal["return", "reuse"] | None = Field(
+    malloc: Literal["pool", "return", "reuse"] | None = Field(
         default=None,
-        description="What a CPU run does with freed memory: return gives it back to the system at once (least resident "
-        "memory), reuse keeps blocks under 4 MiB for the next tensor (fastest).",
+        description="What a CPU run does with freed memory: pool keeps blocks for the next tensors, within the "
+        "plan's limit; return gives it back to the system at once; reuse keeps blocks under 4 MiB on the heap. null is pool where it "
+        "is built, else whichever of the others fits and is faster.",
     )

@@ -18,6 +18,7 @@ from typing import Any
 from skimp.core.errors import CheckpointError
 from skimp.core.memory.process import give_back, malloc_policy, reset_peak, resident, set_malloc_policy
 from skimp.core.rng import seed_everything
+from skimp.kernels.native import pool
 from skimp.run.build import Run, build
 from skimp.run.durable import write_json
 from skimp.run.environment import environment
@@ -148,6 +149,9 @@ def train(
         # The plan's baseline was measured before any tensor; what planning left goes back to the system.
         if plan.places.on_cpu:
             set_malloc_policy(plan.exact.malloc)
+            if plan.exact.malloc == "pool":
+                pool.install(plan.places.pool_limit(plan.profile.peak_bytes))
+                stack.callback(pool.remove)
         give_back()
         reset_peak()
         started = time.perf_counter()

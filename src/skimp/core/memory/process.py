@@ -1,10 +1,12 @@
 """The whole process: glibc's malloc policy, the measured baseline, resident memory now and at its peak.
 
 glibc keeps freed memory by default: its mmap threshold climbs to 32 MiB with use, so a freed 12 MB activation stays
-in the heap, and each thread may open an arena. skimp fixes one arena and one of two policies:
+in the heap, and each thread may open an arena. skimp fixes one arena and one of these policies:
 
 - "return": tensors above 256 KiB go back to the system when they are freed. Resident memory follows the tracked
   bytes within some 100 MB; every new activation is fresh pages, which the kernel must map and zero.
+- "pool": as "return" for what is not a tensor; tensors come from skimp's own allocator (`kernels.native.pool`), which
+  keeps freed blocks for the next ones within the plan's limit. Needs a C++ compiler once.
 - "reuse": tensors below 4 MiB stay on the heap for the next one; the heap is trimmed twice a micro-batch, where a step
   is fullest. Faster (page faults were a sixth of a step of the 135M model at 512 tokens), for more resident memory.
 """
@@ -19,8 +21,8 @@ import resource
 from dataclasses import dataclass
 from typing import Literal
 
-Policy = Literal["return", "reuse"]
-THRESHOLDS: dict[Policy, int] = {"return": 256 << 10, "reuse": 4 << 20}
+Policy = Literal["pool", "return", "reuse"]
+THRESHOLDS: dict[Policy, int] = {"pool": 256 << 10, "return": 256 << 10, "reuse": 4 << 20}
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
 _policy: Policy | None = None
 

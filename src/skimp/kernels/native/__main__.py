@@ -1,19 +1,32 @@
-"""`python -m skimp.kernels.native`: build the native kernels. Without a compiler it says so and exits 0."""
+"""`python -m skimp.kernels.native`: build kernels and tensor pool. Without a compiler it says so and exits 0."""
 
 from __future__ import annotations
 
+import platform
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 from skimp.core.errors import SkimpError
-from skimp.kernels.native.build import build, compiler
+from skimp.kernels.native import build, pool
 
 
 def main() -> int:
-    if compiler() is None:
+    code = 0
+    if build.compiler() is None:
         print("native kernels: no C compiler found; the torch references run, slower, with the same numbers")
-        return 0
+    else:
+        code = _built("native kernels", build.build)
+    if pool.compiler() is None:
+        print("tensor pool: no C++ compiler found; the C library's allocator serves, slower or with more memory")
+    elif platform.libc_ver()[0] == "glibc":
+        code = max(code, _built("tensor pool", pool.build))
+    return code
+
+
+def _built(what: str, make: Callable[[], Path]) -> int:
     try:
-        print(f"native kernels: {build()}")
+        print(f"{what}: {make()}")
     except SkimpError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from skimp.core.errors import SkimpError
@@ -36,10 +37,12 @@ LINK_FLAGS = ("-shared", "-Wl,-z,now", "-lm")
 
 def stamp() -> str:
     """Hash of source, flags and CPU: `-march=native` code may not run on another CPU."""
-    text = "\n".join(
-        [SOURCE.read_text(encoding="utf-8"), " ".join(FLAGS + LINK_FLAGS), platform.machine(), _cpu_features()]
-    )
-    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+    return hashed(SOURCE.read_text(encoding="utf-8"), *FLAGS, *LINK_FLAGS, platform.machine(), _cpu_features())
+
+
+def hashed(*parts: str) -> str:
+    """A short hash of everything a compiled library depends on."""
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=12).hexdigest()
 
 
 def _cpu_features() -> str:
@@ -71,6 +74,16 @@ def build(target: Path = LIBRARY) -> Path:
             "none of $CC, cc, gcc, clang",
             instead="install gcc or clang; without one the torch references run, with the same numbers",
         )
+    compile_ = [found, *FLAGS, f'-DSKIMP_STAMP="{stamp()}"', "-c", str(SOURCE)]
+    return compile_aside(SOURCE, compile_, LINK_FLAGS, target)
+
+
+def compile_aside(source: Path, command: Sequence[str], link: Sequence[str], target: Path) -> Path:
+    """Run `command` (compiler first, up to the source), link the object, and rename the library to `target`.
+
+    Raises:
+        SkimpError: a folder that cannot be written, or the compiler's own message.
+    """
     try:
         handle, aside = tempfile.mkstemp(prefix=target.stem, suffix=".so.part", dir=target.parent)
     except OSError as error:
@@ -78,13 +91,11 @@ def build(target: Path = LIBRARY) -> Path:
     os.close(handle)
     try:
         compiled = f"{aside}.o"
-        for command in (
-            [found, *FLAGS, f'-DSKIMP_STAMP="{stamp()}"', "-c", str(SOURCE), "-o", compiled],
-            [found, compiled, "-o", aside, *LINK_FLAGS],
-        ):
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        for words in ([*command, "-o", compiled], [command[0], compiled, "-o", aside, *link]):
+            done = subprocess.run(words, capture_output=True, text=True, check=False)
             if done.returncode != 0:
-                raise SkimpError(f"{SOURCE.name} compiled by {found}", done.stderr.strip() or f"exit {done.returncode}")
+                said = done.stderr.strip() or f"exit {done.returncode}"
+                raise SkimpError(f"{source.name} compiled by {command[0]}", said)
         os.chmod(aside, 0o755)
         os.replace(aside, target)
     finally:
