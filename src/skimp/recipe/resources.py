@@ -92,6 +92,6 @@ class Exact(Section):
     malloc: Literal["pool", "return", "reuse"] | None = Field(
         default=None,
         description="What a CPU run does with freed memory: pool keeps blocks for the next tensors, within the "
-        "plan's limit; return gives it back to the system at once; reuse keeps blocks under 4 MiB on the heap. null is pool where it "
-        "is built, else whichever of the others fits and is faster.",
+        "plan's limit; return gives it back to the system at once; reuse keeps blocks under 4 MiB on the heap. null is "
+        "pool where it is built, else whichever of the others fits and is faster.",
     )
