@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # ---------------------------------------------------------------------- mkdocs calls these two
 def on_config(config: Any) -> Any:
     """Put the methods' pages where the navigation says `Methods: []`."""
-    entries = [{"All methods": "methods/index.md"}]
+    entries = [{"All methods": "methods/index.md"}, {"What goes with what": "methods/pairs.md"}]
     entries += [{name: f"methods/{name}.md"} for name in sorted(methods())]
     for section in config.nav:
         for inner in section.values():
@@ -46,6 +47,7 @@ def pages() -> dict[str, str]:
     made = {
         "reference/recipe.md": recipe_page(json_schema()),
         "methods/index.md": methods_index(methods()),
+        "methods/pairs.md": pairs_page(methods()),
         "contributing.md": from_root("CONTRIBUTING.md"),
         "changelog.md": from_root("CHANGELOG.md"),
     }
@@ -75,6 +77,37 @@ def methods_index(known: Mapping[str, Facts]) -> str:
             if facts.kind == kind:
                 attacks, exact = ", ".join(facts.attacks), "yes" if facts.exact else "no"
                 lines.append(f"| [{name}]({name}.md) | {cell(facts.summary)} | {attacks} | {exact} |")
+    return "\n".join(lines) + "\n"
+
+
+def pairs_page(known: Mapping[str, Facts]) -> str:
+    """Every two methods: together, or why not. Drawn from the refusals that runs make."""
+    names = sorted(known)
+    number = {name: i + 1 for i, name in enumerate(names)}
+    refused = {
+        (a, b): c for a, b in combinations(names, 2) if (c := known[a].conflicts.get(b) or known[b].conflicts.get(a))
+    }
+    count = len(names) * (len(names) - 1) // 2
+    lines = [
+        "# What goes with what",
+        "",
+        "Each ✓ is a run of the test suite: three steps on a CPU with both methods switched on, each held to its "
+        "effect and both to the losses of the run without the exact ones (`tests/contract/test_contract_pairs.py`; "
+        f"`make test-all` runs all of them). Of {count} pairs {len(refused)} are refused, each for a reason of "
+        "mathematics; a ✗ leads to it. Columns are numbered as rows.",
+        "",
+        "| | method | " + " | ".join(str(number[name]) for name in names) + " |",
+        "|---|---|" + ":-:|" * len(names),
+    ]
+    for one in names:
+        cells = []
+        for other in names:
+            pair = (min(one, other), max(one, other))
+            cells.append("·" if one == other else f"[✗](#{pair[0]}-with-{pair[1]})" if pair in refused else "✓")
+        lines.append(f"| {number[one]} | {link(one, known)} | " + " | ".join(cells) + " |")
+    for (one, other), conflict in refused.items():
+        lines += ["", f"### {one} with {other} {{ #{one}-with-{other} }}", ""]
+        lines += [f"Why not: {conflict.reason}.", "", f"Instead: {conflict.instead}."]
     return "\n".join(lines) + "\n"
 
 

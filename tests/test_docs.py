@@ -102,6 +102,21 @@ def test_a_method_page_shows_conflicts_from_both_sides(gen: ModuleType) -> None:
     assert "halves a\\|b &lt;c>" in gen.methods_index(known)
 
 
+def test_the_pair_matrix_shows_every_refusal_from_both_sides(gen: ModuleType) -> None:
+    page, known = gen.pages()["methods/pairs.md"], methods()
+    rows = [line for line in page.splitlines() if re.match(r"\| \d+ \|", line)]
+    assert len(rows) == len(known)
+    refused = {frozenset((name, other)) for name, facts in known.items() for other in facts.conflicts}
+    assert sum(row.count("✗") for row in rows) == 2 * len(refused) > 0
+    assert sum(row.count("✓") for row in rows) == len(known) * (len(known) - 1) - 2 * len(refused)
+    for name, facts in known.items():
+        for other, conflict in facts.conflicts.items():
+            anchor = "-with-".join(sorted((name, other)))
+            assert f"[✗](#{anchor})" in page
+            assert f"{{ #{anchor} }}" in page
+            assert conflict.reason in page
+
+
 def test_alternatives_of_a_key_are_put_in_words(gen: ModuleType) -> None:
     definitions = {"S": {"type": "object", "properties": {"a": {"type": "integer"}}}}
     value = {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/S"}, {"type": "null"}]}

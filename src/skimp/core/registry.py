@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any, Literal
 
 from skimp.core.errors import ConflictError, SkimpError, did_you_mean
@@ -143,11 +144,14 @@ def check_together(names: list[str]) -> None:
     Raises:
         ConflictError: with the mathematical reason and the way out.
     """
-    chosen = [facts(n) for n in names]
-    for one in chosen:
-        for other in chosen:
-            if other.name in one.conflicts:
-                conflict = one.conflicts[other.name]
-                raise ConflictError(
-                    f"'{one.name}' together with '{other.name}'", "both switched on", conflict.reason, conflict.instead
-                )
+    for one, other in combinations(names, 2):
+        conflict = conflict_of(one, other)
+        if conflict is not None:
+            raise ConflictError(
+                f"'{one}' together with '{other}'", "both switched on", conflict.reason, conflict.instead
+            )
+
+
+def conflict_of(one: str, other: str) -> Conflict | None:
+    """Why two methods cannot go together, whichever of them says so; None where they can."""
+    return facts(one).conflicts.get(other) or facts(other).conflicts.get(one)

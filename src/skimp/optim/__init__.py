@@ -5,7 +5,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from skimp.core.registry import Facts, Paper
+from skimp.core.registry import Conflict, Facts, Paper
+
+_ONE_RULE = Conflict(
+    "a parameter moves once a step: two rules would add their moves, and the moments of each would describe a path "
+    "that was never taken",
+    "one rule, or each rule for parameters of its own",
+)
 
 FACTS: list[Facts] = [
     Facts(
@@ -17,6 +23,18 @@ FACTS: list[Facts] = [
         exact=True,
         saves="8 bytes of state per parameter, no temporaries",
         paper=Paper("Decoupled Weight Decay Regularization", 2017, "1711.05101"),
+        conflicts={
+            "adamw8bit": _ONE_RULE,
+            "adamw-bf16": _ONE_RULE,
+            "bf16": Conflict(
+                "rounding to nearest loses every update below the weight's step (bfloat16: 0.4 % of the weight)",
+                "adamw-bf16, which rounds at random so that the mean is kept; or adamw8bit, which does too",
+            ),
+            "dynamic8": Conflict(
+                "its moments are kept as computed; rounded to 8 bits after every step they are those of another rule",
+                "adamw8bit",
+            ),
+        },
     ),
     Facts(
         name="adamw8bit",
@@ -27,6 +45,7 @@ FACTS: list[Facts] = [
         exact=False,
         saves="2 + 8/256 = 2.03 bytes of state per parameter instead of 8",
         paper=Paper("8-bit Optimizers via Block-wise Quantization", 2021, "2110.02861"),
+        conflicts={"adamw-bf16": _ONE_RULE},
     ),
     Facts(
         name="adamw-bf16",
@@ -38,6 +57,12 @@ FACTS: list[Facts] = [
         saves="8 bytes per parameter (weight 2, gradient 2, states 4) instead of 16",
         paper=Paper("Revisiting BFloat16 Training", 2020, "2010.06192"),
         needs=("bf16 parameters: model.to(torch.bfloat16)",),
+        conflicts={
+            "dynamic8": Conflict(
+                "its moments are bfloat16 or float32, rounded at random; coded in blocks they are another rule's",
+                "adamw8bit on bfloat16 weights (precision: bf16, optimizer: adamw8bit)",
+            ),
+        },
     ),
 ]
 

@@ -1,0 +1,147 @@
+"""Every two registered methods as one run: what switches each on, and how it is seen that it acted.
+
+A pair is either refused by the registry (with its reason and the way out) or run here: three steps on a CPU from one
+recipe that switches both on. The page "What goes with what" of the docs is drawn from the registry's refusals alone;
+the tests beside this file are what its other cells stand on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+import torch
+from contract_rows import BLOCKS, PACKED, Technique, batch_of, make_run, state_tensors
+
+from skimp.core.registry import conflict_of, load, methods
+from skimp.run.build import Run, techniques
+from skimp.run.effect import Effect
+
+#: Small, because there are many: 3 rows in micro-batches of 3, or of 2 and 1 where the pair accumulates.
+ROWS, SEQ, STYLE, STEPS = 3, 24, "llama-tied", 3
+
+
+def _rule(name: str) -> Callable[[Run], bool]:
+    return lambda run: run.optimizer.rule == name and name in techniques(run.recipe, run.exact)
+
+
+def _listed(name: str) -> Callable[[Run], bool]:
+    return lambda run: name in techniques(run.recipe, run.exact)
+
+
+def _stores(dtype: torch.dtype) -> Callable[[Run], bool]:
+    return lambda run: any(t.dtype == dtype for t in [*state_tensors(run), *(p for _, p in run.parameters())])
+
+
+@dataclass(frozen=True)
+class Switch:
+    """How one method is switched on.
+
+    Attributes:
+        on: whether a run has it, asked after its first step (beyond the effects every run is held to).
+        exact, overrides, documents: as in `Technique`.
+    """
+
+    on: Callable[[Run], bool]
+    exact: dict[str, Any] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+    documents: tuple[int, ...] | None = None
+
+
+SWITCHES: dict[str, Switch] = {
+    "adamw": Switch(_rule("adamw"), overrides=("optimizer=adamw",)),
+    "adamw8bit": Switch(_rule("adamw8bit"), overrides=("optimizer=adamw8bit",)),
+    "adamw-bf16": Switch(_rule("adamw-bf16"), overrides=("precision=bf16", "optimizer=adamw")),
+    "float32": Switch(_stores(torch.float32)),
+    "bf16": Switch(_stores(torch.bfloat16), overrides=("precision=bf16",)),
+    "dynamic8": Switch(_stores(torch.uint8), overrides=("optimizer=adamw8bit",)),
+    "recompute": Switch(_listed("recompute"), {"recompute": tuple(range(BLOCKS))}),
+    "chunked-cross-entropy": Switch(lambda run: run.head.chunk == 7, {"loss_chunk": 7}),
+    "first-order": Switch(lambda run: run.stepper.forwards > 1, {"micro_rows": 2}),
+    "step-in-backward": Switch(_listed("step-in-backward"), {"in_backward": True}),
+    "packing": Switch(_listed("packing"), overrides=("data.packing=true",), documents=PACKED),
+    "fused-rmsnorm": Switch(lambda run: run.fused.norms > 0 < run.fused.runs, overrides=("exact.kernels=fused",)),
+    "fused-swiglu": Switch(lambda run: run.fused.mlps > 0 < run.fused.runs, overrides=("exact.kernels=fused",)),
+    "lora": Switch(lambda run: bool(run.adapter.modules), overrides=("adapter={r: 4}",)),
+}
+
+#: What a pair needs beside both switches. A step in backward is one micro-batch (with clipping it is run twice, so it
+#: still has more than one forward). States of float32 beside bfloat16 weights: small tensors of the 8-bit rule.
+#: Additions of rank 4 are all below the 4,096 numbers from which states are 8-bit: train the head as well.
+BESIDE: dict[frozenset[str], Technique] = {
+    frozenset(("first-order", "step-in-backward")): Technique({"micro_rows": ROWS}),
+    frozenset(("float32", "bf16")): Technique(overrides=("optimizer=adamw8bit",)),
+    frozenset(("lora", "dynamic8")): Technique(overrides=("adapter={r: 4, embeddings: true, head: true}",)),
+}
+
+#: Pairs whose both sides no recipe key switches on together; a plain loop does.
+IN_A_LOOP: dict[frozenset[str], dict[str, Any]] = {frozenset(("adamw-bf16", "float32")): {"states": "fp32"}}
+
+PAIRS = list(combinations(sorted(methods()), 2))
+REFUSED = [pair for pair in PAIRS if conflict_of(*pair) is not None]
+RUN = [pair for pair in PAIRS if pair not in REFUSED]
+
+
+def loop_losses(pair: tuple[str, str]) -> list[float]:
+    """Three steps of the pair's rule, with its options, on the model of the table in a plain loop."""
+    rule = next(name for name in pair if methods()[name].kind == "update rule")
+    run = make_run(Technique({"micro_rows": ROWS}, SWITCHES[rule].overrides), STYLE, rows=ROWS, seq=SEQ)
+    run.delivery.close()
+    run.head.close()
+    optimizer = load(rule, "update rule")(run.parameters(), lr=1e-3, **IN_A_LOOP[frozenset(pair)])
+    before = {n: p.detach().clone() for n, p in run.parameters()}
+    found = []
+    for step in range(STEPS):
+        batch = batch_of("plain", rows=ROWS, seq=SEQ, seed=step)
+        logits = run.model(input_ids=batch.ids).logits.float()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    optimizer.assert_effect(before, dict(run.parameters()))
+    held = {value.dtype for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)}
+    assert held == {torch.float32}, held
+    return found
+
+
+def technique_of(pair: tuple[str, str]) -> Technique:
+    """One recipe that has both."""
+    sides = [SWITCHES[name] for name in pair]
+    beside = BESIDE.get(frozenset(pair), Technique())
+    exact = {"micro_rows": ROWS}
+    for part in (*sides, beside):
+        exact |= part.exact
+    overrides = [o for side in sides for o in side.overrides] + list(beside.overrides)
+    documents = next((s.documents for s in sides if s.documents is not None), None)
+    return Technique(exact, tuple(dict.fromkeys(overrides)), documents)
+
+
+def plain_of(technique: Technique) -> Technique:
+    """The same mathematics without any exact method: what the pair's losses must be."""
+    kept = tuple(o for o in technique.overrides if not o.startswith("exact."))
+    return Technique({"micro_rows": ROWS}, (*kept, "exact.kernels=plain"), technique.documents)
+
+
+def losses(technique: Technique, check: Callable[[Run], None] | None = None) -> list[float]:
+    """Three steps, held to every effect the run promises, then to `check`."""
+    run = make_run(technique, STYLE, rows=ROWS, seq=SEQ)
+    effect = Effect(run)
+    found = []
+    for step in range(STEPS):
+        found.append(run.step(batch_of(technique, rows=ROWS, seq=SEQ, seed=step)).loss)
+        if step == 0:
+            effect.check(run, 1e-3)
+            if check is not None:
+                check(run)
+    run.close()
+    return found
+
+
+@cache
+def plain_losses(overrides: tuple[str, ...], documents: tuple[int, ...] | None) -> list[float]:
+    """Kept for the many pairs that share them."""
+    return losses(Technique({"micro_rows": ROWS}, overrides, documents))

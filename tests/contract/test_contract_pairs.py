@@ -1,0 +1,103 @@
+"""The pair matrix: any two methods run together, or are refused for a reason of mathematics with a way out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from contract_pairs import (
+    BESIDE,
+    IN_A_LOOP,
+    PAIRS,
+    REFUSED,
+    RUN,
+    SWITCHES,
+    loop_losses,
+    losses,
+    plain_losses,
+    plain_of,
+    technique_of,
+)
+from contract_rows import Technique, threads
+
+from skimp.core.errors import ConflictError
+from skimp.core.registry import check_together, conflict_of, methods
+from skimp.kernels.native import library
+from skimp.run.build import Run
+
+#: A walk through all methods and back again: each meets two others.
+_NAMES = sorted(methods())
+_WALK = {tuple(sorted(pair)) for pair in zip(_NAMES, [*_NAMES[3:], *_NAMES[:3]], strict=True)}
+FAST = [pair for pair in RUN if pair in _WALK or frozenset(pair) in {*BESIDE, *IN_A_LOOP}]
+SLOW = [pair for pair in RUN if pair not in FAST]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with threads(1):
+        yield
+
+
+def check(pair: tuple[str, str]) -> None:
+    if any(name.startswith("fused-") for name in pair) and not library.available():
+        pytest.skip(library.why())
+    if frozenset(pair) in IN_A_LOOP:
+        assert loop_losses(pair)[-1] == pytest.approx(plain_losses(("precision=bf16",), None)[-1], rel=5e-3)
+        return
+    technique = technique_of(pair)
+
+    def both(run: Run) -> None:
+        for name in pair:
+            assert SWITCHES[name].on(run), f"{name} is not on"
+
+    found = losses(technique, both)
+    plain = plain_of(technique)
+    # Every exact method may only reorder sums; bfloat16 rounds each of them to 8 bits, at random in the weights.
+    half = "precision=bf16" in technique.overrides
+    assert found == pytest.approx(plain_losses(plain.overrides, plain.documents), rel=2e-3 if half else 2e-6)
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("pair", FAST, ids="+".join)
+def test_pair(pair: tuple[str, str]) -> None:
+    check(pair)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", SLOW, ids="+".join)
+def test_pair_of_the_whole_matrix(pair: tuple[str, str]) -> None:
+    check(pair)
+
+
+def test_every_method_can_be_switched_on() -> None:
+    assert set(methods()) <= set(SWITCHES), "a new method: say in SWITCHES how it is switched on"
+    assert {name for pair in FAST for name in pair} == set(methods())
+
+
+def test_refusals_are_few() -> None:
+    assert len(REFUSED) < 0.1 * len(PAIRS), f"{len(REFUSED)} of {len(PAIRS)} pairs are refused"
+
+
+@pytest.mark.parametrize("pair", REFUSED, ids="+".join)
+def test_a_refusal_says_why_and_what_instead(pair: tuple[str, str]) -> None:
+    """By the registry's own check, as every run makes it; a missing implementation is no reason."""
+    conflict = conflict_of(*pair)
+    assert conflict is not None
+    for names in (pair, pair[::-1]):
+        with pytest.raises(ConflictError) as caught:
+            check_together(list(names))
+        assert caught.value.why == conflict.reason
+        assert caught.value.instead
+    assert len(conflict.reason) > 30
+    assert not re.search(r"implement|support|not yet|available", conflict.reason)
+
+
+def test_the_matrix_can_fail() -> None:
+    """A run that lacks one of the two is seen."""
+
+    def on(run: Run) -> None:
+        assert SWITCHES["recompute"].on(run), "recompute is not on"
+
+    with pytest.raises(AssertionError, match="recompute is not on"):
+        losses(Technique({"micro_rows": 3}), on)
