@@ -29,7 +29,8 @@ FLOOR: dict[str, set[str]] = {
     **{room: set(GROUND) for room in TECHNIQUES},
     "recipe": {"core"},
     "report": {"core"},
-    "export": GROUND | TECHNIQUES | {"recipe"},
+    # export writes what `run.opened` finds, with the writer of checkpoints
+    "export": GROUND | TECHNIQUES | {"recipe", "run"},
     "hf": GROUND | TECHNIQUES,
     "run": GROUND | TECHNIQUES | {"recipe", "plan", "export"},
     "plan": GROUND | TECHNIQUES | {"recipe", "run"},

@@ -161,9 +161,19 @@ def test_what_it_cannot_honour_is_refused(arguments: dict[str, Any], named: str)
         attention.attend(MODULE, q, k, v, **arguments)
 
 
-def test_chunked_prefill_and_wrong_number_of_rows_are_refused() -> None:
+@pytest.mark.parametrize("window", [None, 4])
+def test_the_last_queries_over_a_longer_past_are_the_end_of_the_whole(window: int | None) -> None:
+    """A prompt read in pieces: each piece's queries stand at the end of the keys they meet."""
     q, k, v = inputs(4, 2)
-    with pytest.raises(ModelError, match="chunked prefill"):
-        attention.attend(MODULE, q[:, :, :5], k, v, None)
+    whole, _ = attention.attend(MODULE, q, k, v, None, sliding_window=window)
+    for start, stop in ((5, 13), (1, 6), (12, 13)):
+        part, _ = attention.attend(
+            MODULE, q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop], None, sliding_window=window
+        )
+        torch.testing.assert_close(part, whole[:, start:stop], rtol=1e-12, atol=1e-12)
+
+
+def test_a_wrong_number_of_rows_is_refused() -> None:
+    q, k, v = inputs(4, 2)
     with attention.declared(((0, 5, 13),)), pytest.raises(ModelError, match="boundaries for 3 rows"):
         attention.attend(MODULE, q, k, v, None)

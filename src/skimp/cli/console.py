@@ -11,8 +11,9 @@ from rich.console import Console
 PIPE = 120
 
 
-def console(width: int | None = None) -> Console:
-    """A console on standard output; COLUMNS, if set, decides its width."""
-    if width is None and "COLUMNS" not in os.environ and not sys.stdout.isatty():
+def console(width: int | None = None, stderr: bool = False) -> Console:
+    """A console on standard output (or error, where the output is a text of its own); COLUMNS decides its width."""
+    out = sys.stderr if stderr else sys.stdout
+    if width is None and "COLUMNS" not in os.environ and not out.isatty():
         width = PIPE
-    return Console(width=width, highlight=False)
+    return Console(width=width, highlight=False, stderr=stderr)

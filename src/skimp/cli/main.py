@@ -10,7 +10,8 @@ import sys
 
 import typer
 
-from skimp.cli import doctor, methods, plan, report, schema, train
+from skimp.cli import doctor, export, generate, methods, plan, report, schema, train
+from skimp.cli import eval as evaluate
 
 app = typer.Typer(
     name="skimp",
@@ -21,6 +22,9 @@ app = typer.Typer(
 )
 app.command("plan")(plan.command)
 app.command("train")(train.command)
+app.command("eval")(evaluate.command)
+app.command("generate")(generate.command)
+app.command("export")(export.command)
 app.command("report")(report.command)
 app.command("methods")(methods.command)
 app.command("doctor")(doctor.command)

@@ -104,15 +104,11 @@ def attend(
         documents = None  # generation over a cache: one token against the past
     if _target.get() != "cpu":
         documents = softcap = sliding_window = None
-    if softcap is not None or (sliding_window is not None and sliding_window < key.shape[2]):
+    # Several queries over a longer past (a prompt read in pieces, the next turn of a chat) are its last positions;
+    # causal flash attention on a CPU would align the first query with the first key.
+    behind = causal and key.shape[2] != query.shape[2]
+    if behind or softcap is not None or (sliding_window is not None and sliding_window < key.shape[2]):
         out = windowed_attention(query, key, value, documents, scaling, sliding_window, softcap)
-    elif key.shape[2] != query.shape[2] and causal:
-        raise ModelError(
-            f"attention of {query.shape[2]} queries over {key.shape[2]} keys",
-            "a chunked prefill",
-            "causal flash attention on a CPU aligns the first query with the first key",
-            "pass the whole prompt at once, or one token at a time",
-        )
     else:
         out = DocumentAttention.apply(query, key, value, documents, scaling, causal)
     return out.transpose(1, 2), None

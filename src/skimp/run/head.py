@@ -21,6 +21,9 @@ from skimp.core.read import is_simulated, read
 from skimp.core.structure import Structure
 from skimp.losses import linear_cross_entropy, linear_cross_entropy_eval, tied_embedding
 
+#: Elements of a narrow head that are float32 at once, where logits of a few tokens are wanted: 16 MB.
+WIDENED = 4 << 20
+
 
 class Head:
     """The loss of a causal language model, and its evaluation.
@@ -92,9 +95,20 @@ class Head:
     @torch.no_grad()
     def logits_of(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Float32 logits (rows, seq, vocabulary) of a few tokens, scaled and capped as the loss does."""
-        hidden = self.hidden(ids, positions, None)
+        return self.logits_from(self.hidden(ids, positions, None))
+
+    @torch.no_grad()
+    def logits_from(self, hidden: Tensor) -> Tensor:
+        """The same from final hidden states (rows, seq, hidden)."""
         bias = None if self.bias is None else self.bias.float()
-        logits = nn.functional.linear(hidden.float(), self.weight.float(), bias) * self.structure.logit_scale
+        if self.weight.dtype == torch.float32:
+            logits = nn.functional.linear(hidden.float(), self.weight, bias)
+        else:
+            # A narrow head is widened in slices: its float32 copy, for every token, would be twice its own size.
+            slices = self.weight.split(max(1, WIDENED // self.weight.shape[1]))
+            logits = torch.cat([nn.functional.linear(hidden.float(), w.float()) for w in slices], -1)
+            logits = logits if bias is None else logits + bias
+        logits = logits * self.structure.logit_scale
         cap = self.structure.softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

@@ -1,0 +1,66 @@
+"""`skimp export`: a run, a checkpoint or any model as a folder or file that other people's tools load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+KINDS = ("merged", "gguf")
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="A run, a checkpoint, an export, a model folder, GGUF, preset, Hub id.")],
+    to: Annotated[str, typer.Option("--to", help="merged (a Hugging Face folder) or gguf (one file for llama.cpp).")],
+    output: Annotated[Path | None, typer.Option(help="Folder or .gguf file; beside the run when not given.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32, bf16, fp16; gguf also q8_0. As trained when left out.")
+    ] = None,
+    shard_size: Annotated[str, typer.Option(help="Most bytes in one safetensors file.")] = "5GB",
+    checkpoint: Annotated[str | None, typer.Option(help="Of a run: a step, a folder name, or best.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier export of skimp's there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
+) -> None:
+    """Write a model for other tools, tensor by tensor: the process never holds all of it."""
+    from skimp.core.memory.process import resident, set_malloc_policy
+
+    set_malloc_policy()
+    from skimp.cli.console import console
+    from skimp.cli.use import writing
+    from skimp.core.errors import RecipeError, did_you_mean
+    from skimp.core.units import format_bytes, parse_bytes
+    from skimp.run.opened import find
+
+    if to not in KINDS:
+        raise RecipeError(f"--to {to}", "unknown", instead=did_you_mean(to, KINDS))
+    shard = parse_bytes(shard_size, "--shard-size")
+    screen = console()
+    with find(model, checkpoint) as found, writing(screen, as_json) as show:
+        target = output or default_target(found, to)
+        facts = write(to, found, target, dtype=dtype, shard=shard, force=force, progress=show)
+    facts["rss_peak_bytes"] = resident().peak
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    screen.print(f"{facts['target']}: {facts['tensors']} tensors, {format_bytes(facts['bytes'])}, {facts['dtype']}")
+    screen.print(f"whole process at the peak: {format_bytes(facts['rss_peak_bytes'])}")
+    if to == "merged":
+        screen.print(f'try it: skimp generate {facts["target"]} "Once upon a time"', soft_wrap=True)
+
+
+def write(to: str, found: Any, target: Path, **options: Any) -> dict[str, Any]:
+    """The exporter of a kind."""
+    from skimp.export.merged import export_merged
+
+    return export_merged(found, target, **options)
+
+
+def default_target(found: Any, to: str) -> Path:
+    """`RUN/export/merged`, or a name after the model in this folder."""
+    name = {"merged": "merged", "gguf": "model.gguf"}[to]
+    if found.folder is not None:
+        return Path(found.folder) / "export" / name
+    stem = Path(found.asked).stem if found.asked.endswith(".gguf") else Path(found.asked).name
+    return Path(f"{stem}-{to}" + (".gguf" if to == "gguf" else ""))
