@@ -135,7 +135,8 @@ def train_recipe(recipe: Any, *, resume: bool = False, voice: Voice | None = Non
             return done
         folder.vitals.beat("plan")
         settled, found = settle(recipe, source, voice)
-        here = source if resume else fetch_model(source)
+        # A checkpoint holds the whole model, but of an adapter the adapter alone.
+        here = source if resume and recipe.adapter is None else fetch_model(source)
         outcome = run_session(settled, found, here, text, folder, resume=resume, voice=voice, asked=recipe)
         if recipe.report and outcome.summary["steps"]:
             draw(outcome.folder, voice)

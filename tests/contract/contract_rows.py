@@ -115,6 +115,23 @@ TECHNIQUES: dict[str, Technique] = {
     "packing": Technique(documents=PACKED),
     "packing-accumulation": Technique({"micro_rows": 1}, documents=PACKED, base="packing", reordered=True),
     "packing-recompute": Technique({"recompute": tuple(range(BLOCKS))}, documents=PACKED, base="packing"),
+    "lora": Technique(overrides=("adapter=lora",)),
+    "lora-recompute": Technique({"recompute": tuple(range(BLOCKS))}, ("adapter=lora",), base="lora"),
+    "lora-accumulation": Technique({"micro_rows": 1}, ("adapter=lora",), base="lora", reordered=True),
+    "lora-in-backward": Technique({"in_backward": True}, ("adapter=lora",), base="lora"),
+    "lora-plain-kernels": Technique(overrides=("adapter=lora", "exact.kernels=plain"), base="lora", reordered=True),
+    "lora-chunk": Technique({"loss_chunk": 7}, ("adapter=lora",), base="lora", reordered=True),
+    "lora-8-bit": Technique(overrides=("adapter=lora", "optimizer=adamw8bit")),
+    "lora-bf16": Technique(overrides=("adapter=lora", "precision=bf16")),
+    "lora-bf16-mixed": Technique(overrides=("adapter=lora", "precision=bf16-mixed")),
+    "lora-packing": Technique({"micro_rows": 3}, ("adapter=lora",), PACKED),
+    "lora-some": Technique(overrides=("adapter={targets: '.*(q_proj|v_proj|c_attn)', scale: rslora, r: 3}",)),
+    "lora-dropout": Technique(overrides=("adapter={dropout: 0.25}",)),
+    "lora-dropout-recompute": Technique({"recompute": (0, 2)}, ("adapter={dropout: 0.25}",), base="lora-dropout"),
+    "lora-dropout-accumulation": Technique(
+        {"micro_rows": 1}, ("adapter={dropout: 0.25}",), base="lora-dropout", reordered=True
+    ),
+    "lora-full": Technique(overrides=("adapter={embeddings: true, head: true}",)),
     "smoothing-z": Technique(overrides=("train.loss.label_smoothing=0.1", "train.loss.z_loss=0.001")),
 }
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from contract_rows import STYLES, TECHNIQUES, batch_of, make_run, weights
+from contract_rows import STYLES, TECHNIQUES, batch_of, make_run, recipe_of, weights
 from torch import Tensor
 
 from skimp.core.batch import Batch
 from skimp.run.build import Run
 from skimp.run.loop import State
-from skimp.run.saving import Saver, open_newest, restore_optimizer, restore_place, weights_from
+from skimp.run.saving import Saver, open_newest, restore_adapter, restore_optimizer, restore_place, weights_from
 
 FAST = [
     ("8-bit", "gpt2"),
@@ -24,7 +24,11 @@ FAST = [
     ("in-backward-recompute", "llama"),
     ("bf16-8-bit", "llama-tied"),
     ("plain", "gemma2"),
+    ("lora-dropout-recompute", "llama-tied"),
+    ("lora-bf16", "gpt2"),
+    ("lora-full", "llama-tied"),
 ]
+BASE = "the base of these tests"
 SLOW = [(t, s) for t in TECHNIQUES for s in STYLES if (t, s) not in FAST]
 
 
@@ -45,6 +49,14 @@ class Stream:
         self.position = state["position"]
 
 
+def disturb(run: Run) -> None:
+    """Other numbers in everything an adapter trains, so that what comes after was read."""
+    assert run.adapter is not None
+    with torch.no_grad():
+        for parameter in run.adapter.parameters():
+            parameter.fill_(0.5)
+
+
 def go_on(run: Run, stream: Stream, state: State, steps: int) -> list[float]:
     losses = []
     for _ in range(steps):
@@ -55,15 +67,22 @@ def go_on(run: Run, stream: Stream, state: State, steps: int) -> list[float]:
 
 
 def save(root: Path, run: Run, stream: Stream, state: State) -> None:
-    Saver(root, keep=2, facts={}).save(SimpleNamespace(run=run, stream=stream, state=state))
+    Saver(root, keep=2, facts={"base": BASE}).save(SimpleNamespace(run=run, stream=stream, state=state))
 
 
 def resumed(root: Path, technique: str, style: str) -> tuple[Run, Stream, State]:
-    """A run with other weights and a stream at its start, brought to what was saved."""
-    run, stream, state = make_run(technique, style, seed=99), Stream(technique), State()
+    """A run with other weights and a stream at its start, brought to what was saved. An adapter's base is loaded anew."""
+    adapter = recipe_of(TECHNIQUES[technique]).adapter is not None
+    run, stream, state = make_run(technique, style, seed=0 if adapter else 99), Stream(technique), State()
     with open_newest(root) as saved:
         restore_place(saved, run.recipe, stream, state)
-        weights_from(saved)(run.model)
+        if adapter:
+            assert saved.names("adapter")
+            assert "model" not in saved.groups
+            disturb(run)
+            restore_adapter(saved, run, BASE)
+        else:
+            weights_from(saved)(run.model)
         restore_optimizer(saved, run)
     return run, stream, state
 

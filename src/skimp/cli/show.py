@@ -12,6 +12,7 @@ from skimp.core.units import format_bytes, format_seconds
 
 COLOURS = {
     "weights": "blue",
+    "adapters": "bright_blue",
     "gradients": "magenta",
     "optimizer": "cyan",
     "activations": "green",
@@ -33,7 +34,7 @@ def print_plan(plan: Any, console: Console) -> None:
     console.print(
         Text.assemble(
             (plan.model, "bold"),
-            f" · {plan.profile.parameters:,} parameters · {plan.places.device}: ",
+            f" · {plan.profile.parameters:,} parameters{_trained(plan.profile)} · {plan.places.device}: ",
             verdict,
             f"  {format_bytes(plan.peak_bytes)} of {format_bytes(budget)} ({what})",
         )
@@ -61,6 +62,10 @@ def print_plan(plan: Any, console: Console) -> None:
     _alternatives(plan, console)
     for note in plan.notes:
         console.print(f"note: {note}", style="bright_black", markup=False)
+
+
+def _trained(profile: Any) -> str:
+    return "" if profile.trained == profile.parameters else f", {profile.trained:,} of them trained"
 
 
 def short(seconds: float) -> str:

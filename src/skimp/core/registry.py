@@ -30,7 +30,7 @@ Kind = Literal[
 Attacks = Literal["weights", "gradients", "optimizer", "activations", "logits", "workspace", "data", "uncertainty"]
 
 #: The rooms that may hold methods. A new room is one more name here.
-ROOMS = ("optim", "activations", "losses", "steps", "data", "kernels", "core.codecs")
+ROOMS = ("optim", "adapters", "activations", "losses", "steps", "data", "kernels", "core.codecs")
 
 
 @dataclass(frozen=True)

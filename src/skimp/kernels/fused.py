@@ -48,6 +48,18 @@ def _(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Ten
     return torch.empty_like(x), torch.empty_like(weight)
 
 
+@torch.library.custom_op("skimp::rms_norm_backward_input", mutates_args=())
+def _rms_norm_backward_input(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    dx = torch.empty_like(x)
+    library.rms_norm_backward(dy, x, weight, scale, dx, None)
+    return dx
+
+
+@_rms_norm_backward_input.register_fake
+def _(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 @torch.library.custom_op("skimp::swiglu", mutates_args=())
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     y = torch.empty_like(gate)
@@ -81,9 +93,12 @@ class _RMSNorm(torch.autograd.Function):
         return _as(y, torch.promote_types(x.dtype, weight.dtype))
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
-        dx, dw = torch.ops.skimp.rms_norm_backward(_wide(dy.contiguous()), _wide(x), _wide(weight), scale)
+        given = (_wide(dy.contiguous()), _wide(x), _wide(weight), scale)
+        if not ctx.needs_input_grad[1]:  # a frozen gain: half of the passes over memory
+            return _as(torch.ops.skimp.rms_norm_backward_input(*given), x.dtype), None, None
+        dx, dw = torch.ops.skimp.rms_norm_backward(*given)
         return _as(dx, x.dtype), _as(dw, weight.dtype), None
 
 

@@ -45,7 +45,7 @@ def make_plan(
     search = Search(recipe, config, blocks, budgets(where, recipe), rates, target)
     profile, found, seconds = search.best()
     peak = _compared(where, profile.peak_bytes, profile.exact.malloc)
-    disk = _disk(recipe, profile.resting)
+    disk = _disk(recipe, profile.kept_bytes)
     fits = peak <= where.device_budget and disk <= where.disk
     alternatives = [_alternative(c, where, blocks, recipe.rows_per_step) for c in found if c.exact != profile.exact]
     if not fits and offer:
@@ -89,13 +89,13 @@ def _rates(where: Places, precision: str) -> Rates:
     )
 
 
-def _disk(recipe: Any, resting: dict[str, int]) -> int:
+def _disk(recipe: Any, kept_bytes: int) -> int:
     """Checkpoints kept, and the one being written before the oldest is removed."""
     if recipe.checkpoint.every is None and not recipe.checkpoint.at_end:
         return 0
     kept = recipe.checkpoint.keep + 1 + (1 if recipe.eval and recipe.eval.keep_best else 0)
     saves = kept if recipe.checkpoint.every else 1
-    return saves * (resting["weights"] + resting.get("optimizer", 0))
+    return saves * kept_bytes
 
 
 def _reasons(search: Search, exact: ExactChoices, where: Places) -> list[str]:

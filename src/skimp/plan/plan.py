@@ -93,6 +93,7 @@ class Plan:
             },
             "predicted_step_seconds": self.seconds,
             "parameters": self.profile.parameters,
+            "trained": self.profile.trained,
             "moments": self.profile.moments(),
             "model": self.model,
             "notes": list(self.notes),

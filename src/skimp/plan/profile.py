@@ -23,7 +23,8 @@ class MemoryProfile:
         places: highest bytes at each (phase, owner) of the training step.
         seconds: predicted seconds of one optimizer step.
         flops: arithmetic of one optimizer step.
-        parameters: number of parameters; trainable: of those trained.
+        parameters: number of parameters, of an adapter too; trained: of those the ones that move.
+        kept_bytes: tensors in one checkpoint: weights, or what an adapter trains, and optimizer states.
         timeline: bytes by category over the last simulated step, if asked for.
     """
 
@@ -35,6 +36,8 @@ class MemoryProfile:
     seconds: float
     flops: int
     parameters: int
+    trained: int = 0
+    kept_bytes: int = 0
     timeline: Timeline | None = field(default=None, repr=False)
 
     @property
@@ -65,4 +68,5 @@ class MemoryProfile:
             "seconds": self.seconds,
             "flops": self.flops,
             "parameters": self.parameters,
+            "trained": self.trained,
         }

@@ -93,6 +93,8 @@ def simulate(
     # A checkpoint is written and read tensor by tensor through one 4 MiB buffer.
     phases["save"] = phases["resume"] = rest + (4 << 20)
     run.close()
+    trained = run.delivery.parameters
+    weights = trained if run.adapter is not None else dict(run.parameters())
     return MemoryProfile(
         exact,
         peak,
@@ -102,6 +104,8 @@ def simulate(
         meter.seconds,
         meter.flops,
         sum(p.numel() for _, p in run.parameters()),
+        sum(p.numel() for p in trained.values()),
+        sum(p.nbytes for p in weights.values()) + resting.get("optimizer", 0),
         drawn,
     )
 

@@ -24,6 +24,7 @@ def contradictions(recipe: Recipe) -> list[Problem]:
         *_places(recipe),
         *_pinned(recipe),
         *_method(recipe),
+        *_adapter(recipe),
     ]
 
 
@@ -155,3 +156,23 @@ def _method(recipe: Recipe) -> Iterator[Problem]:
         facts(name, "update rule")
     except SkimpError as error:
         yield Problem("optimizer.name", "an update rule", f"'{name}'", "", tuple(error.instead))
+
+
+def _adapter(recipe: Recipe) -> Iterator[Problem]:
+    adapter = recipe.adapter
+    if adapter is None:
+        return
+    try:
+        facts(adapter.name, "adapter")
+    except SkimpError as error:
+        yield Problem("adapter.name", "an adapter", f"'{adapter.name}'", "", tuple(error.instead))
+    full = "embeddings" if adapter.embeddings else "head" if adapter.head else None
+    if full and recipe.precision == "bf16" and recipe.optimizer.name == "adamw":
+        yield Problem(
+            f"adapter.{full}",
+            "false, with precision bf16 and optimizer adamw",
+            "true",
+            "A and B are float32 and this matrix is bfloat16: one of adamw's two forms takes the first, the other the "
+            "second",
+            ("optimizer=adamw8bit: it takes both", "precision=bf16-mixed"),
+        )

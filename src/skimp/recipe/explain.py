@@ -99,7 +99,7 @@ def _problem(detail: dict[str, Any], root: type[BaseModel]) -> Problem:
         return Problem(key, "a list of another length", shown(value), "", (_help(field),))
     expected = _TYPES.get(kind, detail["msg"])
     if expected == _TYPES["model_type"]:
-        names = ", ".join(section.model_fields) if section else ""
+        names = ", ".join(fields_of(section)) if section else ""
         return Problem(key, expected, shown(value), "", (f"its keys are {names}; leave it out for the defaults",))
     return Problem(key, expected, shown(value), "", (_help(field),))
 
@@ -109,8 +109,8 @@ def _follow(loc: tuple[Any, ...], root: type[BaseModel]) -> tuple[str, type[Base
     key, section, field = "", root, None
     inside: type[BaseModel] | None = section
     for part in loc:
-        if inside is not None and part in inside.model_fields:
-            section, field = inside, inside.model_fields[part]
+        if inside is not None and part in fields_of(inside):
+            section, field = inside, fields_of(inside)[part]
             inside = _section_of(field.annotation)
             key = f"{key}.{part}" if key else str(part)
         elif isinstance(part, int):
@@ -119,6 +119,11 @@ def _follow(loc: tuple[Any, ...], root: type[BaseModel]) -> tuple[str, type[Base
             key = f"{key}.{part}" if key else str(part)
             field = None
     return key, inside or section, field
+
+
+def fields_of(section: type[BaseModel]) -> dict[Any, Any]:
+    """The fields of a section under the keys a person writes (`from` is a word of Python's)."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:
@@ -141,7 +146,7 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
 
 def _elsewhere(name: str, section: type[BaseModel] | None, root: type[BaseModel]) -> str:
     """The nearest key: in the same section, else the same name in another section, else the list."""
-    near = did_you_mean(name, section.model_fields if section else ())
+    near = did_you_mean(name, fields_of(section) if section else ())
     if near.startswith("did"):
         return near
     homes = [k for k in _all_keys(root) if k.rsplit(".", 1)[-1] == name]
@@ -150,7 +155,7 @@ def _elsewhere(name: str, section: type[BaseModel] | None, root: type[BaseModel]
 
 def _all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
     keys: list[str] = []
-    for name, field in section.model_fields.items():
+    for name, field in fields_of(section).items():
         keys.append(prefix + name)
         below = _section_of(field.annotation)
         if below is not None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from skimp.recipe.adapter import Adapter
 from skimp.recipe.check import contradictions
 from skimp.recipe.data import Data
 from skimp.recipe.derive import fill
@@ -40,6 +41,9 @@ class Recipe(Section):
     )
     train: Train = Field(default_factory=Train, description="The optimisation.")
     optimizer: Optimizer = Field(default_factory=Optimizer, description="The update rule; a name alone is enough.")
+    adapter: Adapter | None = Field(
+        default=None, description="Train an addition to the frozen model, such as lora; null trains the model itself."
+    )
     eval: Eval | None = Field(default_factory=Eval, description="Held-out loss; null switches it off.")
     sample: Sample | None = Field(default=None, description="One text generated before training and one after.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="When the run is saved.")
@@ -74,7 +78,7 @@ class Recipe(Section):
 
     def as_dict(self) -> dict[str, Any]:
         """Every key with its value, in plain JSON types; `load_recipe(recipe.as_dict()) == recipe`."""
-        return self.model_dump(mode="json")
+        return self.model_dump(mode="json", by_alias=True)
 
 
 def json_schema() -> dict[str, Any]:

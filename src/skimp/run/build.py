@@ -1,6 +1,6 @@
 """`build`: a recipe and its exact choices become a `Run`, on real tensors or on simulated ones.
 
-The order is always the same: structure, load, kernels, recompute, optimizer, gradient delivery. Nothing below
+The order is always the same: structure, load, adapters, kernels, recompute, optimizer, gradient delivery. Nothing below
 this function knows whether a step is being simulated or executed.
 """
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from skimp.activations.recompute import Recompute
+from skimp.adapters.lora import LoRA
 from skimp.core import attention
 from skimp.core.batch import Batch
 from skimp.core.errors import ConflictError, ModelError
@@ -27,6 +28,7 @@ from skimp.core.structure import TESTED_FAMILIES, Structure, read_structure, tra
 from skimp.kernels.apply import Fused
 from skimp.kernels.native import library
 from skimp.optim.groups import decay_groups
+from skimp.run.adapt import adapt
 from skimp.run.head import Head
 from skimp.run.skeleton import materialise, simulate_tensors, skeleton
 from skimp.steps.first_order import FirstOrder, StepResult
@@ -49,6 +51,7 @@ class Run:
         stepper: the step.
         recompute: the wrapped blocks, None without.
         fused: the layers that run fused, None without.
+        adapter: the additions that train in the model's place, None without.
     """
 
     recipe: Any
@@ -61,6 +64,7 @@ class Run:
     stepper: FirstOrder
     recompute: Recompute | None
     fused: Fused | None = None
+    adapter: LoRA | None = None
 
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step over a whole step's rows, cut into micro-batches."""
@@ -83,6 +87,8 @@ class Run:
         """Tell a tracker what was there before it: weights, buffers, optimizer states and the batch."""
         tracker.hold((p for _, p in self.parameters()), "weights")
         tracker.hold(self.model.buffers(), "weights")
+        if self.adapter is not None:
+            tracker.hold(self.adapter.additions(), "adapters")
         states = (v for state in self.optimizer.state.values() for v in state.values())
         tracker.hold((v for v in states if isinstance(v, Tensor)), "optimizer")
         tracker.hold(batch.tensors(), "batch")
@@ -140,6 +146,7 @@ def build(
 
 
 def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Structure) -> Run:
+    adapter = adapt(model, structure, recipe)
     fused = Fused(model, halves=recipe.exact.kernels == "fused") if uses_fused(recipe) else None
     if recipe.exact.kernels == "fused" and fused is not None and not fused.norms and not fused.mlps:
         raise ConflictError(
@@ -170,9 +177,8 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
         z_loss=recipe.train.loss.z_loss,
         sink=(lambda: delivery.sink(sink_name)) if sink_name is not None else None,
     )
-    return Run(
-        recipe, exact, model, structure, head, optimizer, delivery, FirstOrder(head.loss, delivery), recompute, fused
-    )
+    stepper = FirstOrder(head.loss, delivery)
+    return Run(recipe, exact, model, structure, head, optimizer, delivery, stepper, recompute, fused, adapter)
 
 
 def uses_fused(recipe: Any) -> bool:
@@ -194,12 +200,15 @@ def uses_fused(recipe: Any) -> bool:
 def rule_name(recipe: Any) -> str:
     """The registered update rule: `adamw` on bfloat16 weights is the one that rounds stochastically."""
     name: str = recipe.optimizer.name
-    return "adamw-bf16" if recipe.precision == "bf16" and name == "adamw" else name
+    # What an adapter trains is float32 beside a bfloat16 base.
+    bf16 = recipe.precision == "bf16" and recipe.adapter is None
+    return "adamw-bf16" if bf16 and name == "adamw" else name
 
 
 def techniques(recipe: Any, exact: ExactChoices) -> list[str]:
     """The registered methods a run switches on, for the early refusal of pairs that cannot go together."""
     names = [rule_name(recipe), "first-order", "chunked-cross-entropy"]
+    names += [recipe.adapter.name] if recipe.adapter is not None else []
     names += ["packing"] if recipe.data.packing else []
     names += ["recompute"] if exact.recompute else []
     names += ["step-in-backward"] if exact.in_backward else []
@@ -241,7 +250,7 @@ def make_optimizer(recipe: Any, named: Sequence[tuple[str, nn.Parameter]]) -> An
         "betas": tuple(recipe.optimizer.betas),
         "eps": recipe.optimizer.eps,
     }
-    if recipe.precision == "bf16":
+    if recipe.precision == "bf16" and rule_name(recipe) != "adamw":
         options["seed"] = recipe.train.seed
     optimizer = rule(decay_groups(named, recipe.train.weight_decay), **options)
     for _, parameter in named:

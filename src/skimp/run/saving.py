@@ -65,15 +65,19 @@ class Saver:
             "rng": rng.capture(),
             "environment": environment(),
         }
-        groups: dict[str, list[tuple[str, Tensor]]] = {
-            "model": list(run.model.named_parameters(remove_duplicate=False)),
-            "optimizer": tensors,
-        }
+        groups: dict[str, list[tuple[str, Tensor]]] = {**weight_groups(run), "optimizer": tensors}
         keep = self.keep + spare
         path = checkpoint.save(self.root, loop.state.step, groups, meta, keep=keep, best=best)
         if self.said is not None:
             self.said(path)
         return path
+
+
+def weight_groups(run: Run) -> dict[str, list[tuple[str, Tensor]]]:
+    """What a checkpoint holds of the weights: with an adapter what it trains; the base comes from its own source."""
+    if run.adapter is not None:
+        return {"adapter": list(run.adapter.named_parameters())}
+    return {"model": list(run.model.named_parameters(remove_duplicate=False))}
 
 
 class _Lazily(Mapping[str, Any]):
@@ -151,6 +155,29 @@ def weights_from(saved: Checkpoint) -> Callable[[nn.Module], None]:
         saved.read_all("model", model.named_parameters(remove_duplicate=False))
 
     return fill
+
+
+@torch.no_grad()
+def restore_adapter(saved: Checkpoint, run: Run, base: str) -> None:
+    """What an adapter trains, onto a base that was loaded from its own source; nothing without an adapter.
+
+    Args:
+        saved: the checkpoint. run: built on the base. base: the base's fingerprint.
+
+    Raises:
+        CheckpointError: the base is not the one the adapter was trained on.
+    """
+    if run.adapter is None:
+        return
+    expected = saved.meta["base"]
+    if base != expected:
+        raise CheckpointError(
+            f"resume the adapter in {saved.path}",
+            f"a base with fingerprint {base}",
+            f"it was trained on one with {expected}: the weights in {run.recipe.model.name} have changed since",
+            "put the weights of that time there again, or start a new run on the new ones",
+        )
+    saved.read_all("adapter", run.adapter.named_parameters())
 
 
 def restore_optimizer(saved: Checkpoint, run: Run) -> None:

@@ -19,6 +19,8 @@ from skimp.core.errors import CheckpointError
 from skimp.core.memory.process import give_back, malloc_policy, reset_peak, resident, set_malloc_policy
 from skimp.core.rng import seed_everything
 from skimp.kernels.native import pool
+from skimp.run.adapt import table_lines
+from skimp.run.base import Fingerprinted
 from skimp.run.build import Run, build
 from skimp.run.durable import write_json
 from skimp.run.environment import environment
@@ -26,7 +28,14 @@ from skimp.run.folder import RunFolder, append_jsonl, begun, claim, truncate_jso
 from skimp.run.loop import Loop, State
 from skimp.run.prepare import Text
 from skimp.run.sample import greedy, in_child
-from skimp.run.saving import Saver, open_newest, restore_optimizer, restore_place, weights_from
+from skimp.run.saving import (
+    Saver,
+    open_newest,
+    restore_adapter,
+    restore_optimizer,
+    restore_place,
+    weights_from,
+)
 from skimp.run.signals import StopRequest
 from skimp.run.voice import Voice
 from skimp.run.weights import init_scratch, load_weights
@@ -155,15 +164,22 @@ def train(
         give_back()
         reset_peak()
         started = time.perf_counter()
-        fill = weights_from(saved) if saved is not None else _filler(recipe, source, voice)
+        base = Fingerprinted(_filler(recipe, source, voice)) if recipe.adapter is not None else None
+        fill = base or (weights_from(saved) if saved is not None else _filler(recipe, source, voice))
         run = build(recipe, plan.exact, source.config, fill=fill)
         stack.callback(run.close)
+        if run.adapter is not None:
+            for line in table_lines(run.adapter.table(), run.structure.blocks):
+                voice.say(line)
         revision = source.revision
         if saved is not None:
+            if base is not None:
+                restore_adapter(saved, run, base.value)
             restore_optimizer(saved, run)
             revision = saved.meta.get("revision", revision)
             saved.close()
         facts = {"recipe": recipe.as_dict(), "plan": plan.as_dict(), "revision": revision}
+        facts |= {"base": base.value} if base is not None else {}
         saver = Saver(folder.checkpoints, recipe.checkpoint.keep, facts, lambda path: voice.say(f"saved {path}"))
         beside = _Beside(run, recipe, text, voice, state, folder)
         evaluate = beside.evaluate if recipe.eval is not None else None
@@ -255,6 +271,7 @@ def summarise(run: Run, plan: Any, state: State, stopped: str, wall: float) -> d
         "samples": state.samples,
         "malloc_policy": malloc_policy(),
         "plan": plan.as_dict(),
+        "adapter_table": None if run.adapter is None else [asdict(row) for row in run.adapter.table()],
         "optimizer_table": [{**asdict(row), "shape": list(row.shape)} for row in run.optimizer.table()],
         "versions": environment(),
     }

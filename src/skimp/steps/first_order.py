@@ -16,6 +16,7 @@ from skimp.core.errors import DataError, NonFiniteError
 from skimp.core.gradients import Delivery
 from skimp.core.memory.process import trim
 from skimp.core.memory.tracker import scope
+from skimp.core.position import declared_position
 from skimp.core.read import read
 
 
@@ -62,8 +63,11 @@ class FirstOrder:
         for index in range(self.delivery.passes):
             self.delivery.begin(index)
             total: Tensor | None = None
+            first_row = 0
             for batch in micro_batches:
-                with scope("activations", "forward"):
+                place = declared_position(self.delivery.step_index, first_row)
+                first_row += batch.rows
+                with place, scope("activations", "forward"):
                     share = self.loss(batch, trained)
                 total = share.detach() if total is None else total + share.detach()
                 if self.delivery.passes == 1 and len(micro_batches) == 1:

@@ -27,7 +27,7 @@ from skimp.core.memory import aten_cpu  # noqa: F401  (registers the rules)
 from skimp.core.memory.timeline import Timeline
 from skimp.core.workspace import workspace_bytes
 
-CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits", "workspace", "batch")
+CATEGORIES = ("weights", "adapters", "gradients", "optimizer", "activations", "logits", "workspace", "batch")
 _DEVICE = torch.ops.prim.device.default
 #: A value is read of real tensors only (`core.read`), and nothing is allocated by it.
 _READ = torch.ops.aten._local_scalar_dense.default

@@ -222,12 +222,12 @@ def rms_norm(x: Tensor, weight: Tensor, y: Tensor, scale: Tensor, eps: float) ->
     )  # fmt: skip
 
 
-def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, dx: Tensor, dw: Tensor) -> None:
-    """Gradients of x and weight."""
+def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, dx: Tensor, dw: Tensor | None) -> None:
+    """Gradients of x and, unless None, of weight."""
     width = x.shape[-1]
     _library().skimp_rms_norm_backward(
-        dy.data_ptr(), x.data_ptr(), weight.data_ptr(), scale.data_ptr(), dx.data_ptr(), dw.data_ptr(),
-        x.numel() // width, width, torch.get_num_threads(),
+        dy.data_ptr(), x.data_ptr(), weight.data_ptr(), scale.data_ptr(), dx.data_ptr(),
+        None if dw is None else dw.data_ptr(), x.numel() // width, width, torch.get_num_threads(),
     )  # fmt: skip
 
 

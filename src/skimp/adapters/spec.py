@@ -1,0 +1,69 @@
+"""What an adapter is, in plain values: what a recipe, a PEFT folder and a call from Python all come down to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from skimp.core.errors import SkimpError
+
+ALL_LINEAR = "all-linear"
+Scale = Literal["standard", "rslora"]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A LoRA adapter.
+
+    Attributes:
+        r: rank. alpha: numerator of the scale.
+        scale: "standard" is alpha / r; "rslora" is alpha / sqrt(r) (arXiv 2312.03732, theorem 3.2): with it the size of
+            activations and gradients does not depend on r.
+        targets: "all-linear", names (a module matches that has this name or ends with it after a dot), or one regular
+            expression that must match a whole module name.
+        dropout: probability with which an input number of the addition is set to 0.
+        embeddings, head: train these in full.
+        init: "kaiming" draws A uniformly within 1 / sqrt(inputs), "gaussian" normally with deviation 1 / r.
+        seed: address of A's numbers and of the dropout masks.
+        ranks: module name -> (r, alpha) where it differs from the above.
+    """
+
+    r: int = 16
+    alpha: float = 32.0
+    scale: Scale = "standard"
+    targets: str | tuple[str, ...] = ALL_LINEAR
+    dropout: float = 0.0
+    embeddings: bool = False
+    head: bool = False
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    seed: int = 0
+    ranks: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{what} {found}"
+            for what, found, good in (
+                ("r", self.r, self.r >= 1),
+                ("alpha", self.alpha, math.isfinite(self.alpha) and self.alpha > 0),
+                ("scale", self.scale, self.scale in ("standard", "rslora")),
+                ("dropout", self.dropout, 0.0 <= self.dropout < 1.0),
+                ("init", self.init, self.init in ("kaiming", "gaussian")),
+            )
+            if not good
+        ]
+        if wrong:
+            raise SkimpError("a LoRA adapter", ", ".join(wrong), "out of range", "r=16, alpha=32, dropout=0.0")
+
+    def rank_of(self, name: str) -> int:
+        """The rank of one module's addition."""
+        return self.ranks[name][0] if name in self.ranks else self.r
+
+    def alpha_of(self, name: str) -> float:
+        return self.ranks[name][1] if name in self.ranks else self.alpha
+
+    def factor(self, name: str) -> float:
+        """s in y = W x + s B A x for one module."""
+        r, alpha = self.rank_of(name), self.alpha_of(name)
+        return alpha / math.sqrt(r) if self.scale == "rslora" else alpha / r

@@ -1,0 +1,52 @@
+"""Which base an adapter was trained on: a fingerprint of the very bytes, taken when they are loaded.
+
+A checkpoint of an adapter holds the adapter alone; a resume loads the base from its source again. Names and revisions
+do not say that a folder's weights are the same as last week, the bytes do. One pass over them, about a second a GB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from skimp.run.tensor_bytes import Staging, in_place, pieces, raw_bytes
+
+
+def fingerprint(model: nn.Module) -> str:
+    """16 hexadecimal digits over name, dtype, shape and bytes of every parameter, tied ones once."""
+    digest, staging = hashlib.sha256(), Staging()
+    for name, parameter in model.named_parameters():
+        total = checksum(parameter.detach(), staging)
+        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)} {total:08x}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def checksum(tensor: Tensor, staging: Staging) -> int:
+    """crc32 of a tensor's bytes in row-major order, wherever it lies."""
+    total = 0
+    for piece in pieces(tensor):
+        if not in_place(piece):
+            piece = staging.like(piece).copy_(piece)
+        total = zlib.crc32(raw_bytes(piece), total)
+    return total
+
+
+class Fingerprinted:
+    """What fills a model, and notes the fingerprint of what it was filled with.
+
+    Attributes:
+        value: the fingerprint; empty before the call.
+    """
+
+    def __init__(self, fill: Callable[[nn.Module], None]) -> None:
+        self._fill = fill
+        self.value = ""
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module) -> None:
+        self._fill(model)
+        self.value = fingerprint(model)
