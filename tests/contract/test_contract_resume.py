@@ -71,7 +71,8 @@ def save(root: Path, run: Run, stream: Stream, state: State) -> None:
 
 
 def resumed(root: Path, technique: str, style: str) -> tuple[Run, Stream, State]:
-    """A run with other weights and a stream at its start, brought to what was saved. An adapter's base is loaded anew."""
+    """A run with other weights and a stream at its start, brought to what was saved. An adapter's base is
+    loaded anew."""
     adapter = recipe_of(TECHNIQUES[technique]).adapter is not None
     run, stream, state = make_run(technique, style, seed=0 if adapter else 99), Stream(technique), State()
     with open_newest(root) as saved:
