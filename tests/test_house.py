@@ -39,7 +39,10 @@ FLOOR: dict[str, set[str]] = {
 
 #: Packages that cost the training process more memory than many techniques save; for child processes only.
 HEAVY = {"datasets", "pyarrow", "sklearn", "peft", "bitsandbytes", "torchao", "pandas"}
-CHILD_PROCESS: dict[str, str] = {"data/readers.py": "reads files inside the tokenising child process"}
+CHILD_PROCESS: dict[str, str] = {
+    "data/readers.py": "reads files inside the tokenising child process",
+    "data/tables.py": "the same, for rows with fields",
+}
 
 #: `.item()` and `.tolist()` on what is surely no tensor of the run. A file here needs its reason.
 READS_HOST_DATA: dict[str, str] = {"core/read.py": "the one way a value reaches the host"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from data_texts import WORDS
@@ -51,3 +52,36 @@ def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2's own tokenizer as a folder, taken from the GGUF file without transformers (which takes ten seconds)."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    from skimp.recipe import gguf_header
+
+    def whole_array(self: Any, key: str, fields: dict) -> None:
+        kind, length = self.take("I"), self.take("Q")
+        code = gguf_header._SCALARS.get(kind)
+        fields[key] = [self.take(code) if code else self.text() for _ in range(length)]
+
+    with pytest.MonkeyPatch.context() as patch:  # elsewhere the tokenizer's long arrays are passed over
+        patch.setattr(gguf_header._Cursor, "_array", whole_array)
+        fields = gguf_header.read_header(smollm2_path).fields
+    words, merges, kinds = (fields[f"tokenizer.ggml.{n}"] for n in ("tokens", "merges", "token_type"))
+    pairs = [tuple(m.split(" ", 1)) for m in merges]
+    tokenizer = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(w, special=True) for w, kind in zip(words, kinds, strict=True) if kind == 3]
+    )
+    folder = tmp_path_factory.mktemp("smollm2")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>", "unk_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(fields["tokenizer.chat_template"])
+    return folder

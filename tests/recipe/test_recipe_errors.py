@@ -69,7 +69,7 @@ def refusal(raw: dict[str, Any], *overrides: str) -> str:
         ("data.validation=1000", ["data.validation: a fraction between 0 and 1", "data.validation_tokens"]),
         ("data.validation=true", ["data.validation: a fraction between 0 and 1"]),
         ("data.packing=1", ["data.packing: true or false"]),
-        ("data.too_long=cut", ["data.too_long: one of split, truncate, drop, error"]),
+        ("data.too_long=cut", ["data.too_long: one of auto, split, truncate, drop, error"]),
         ("data.encoding=utf9", ["data.encoding: a character encoding", "utf-8"]),
         ("data.seq_len=1", ["data.seq_len: a number at least 2"]),
         ("budget=2 gigs", ["budget: a size in bytes", "found:   '2 gigs'", "2GB, 1.5GiB or 512MB"]),

@@ -1,8 +1,9 @@
-"""Texts to token ids, in the child process, a bounded amount at a time."""
+"""Rows to token ids, and which of them are trained; in the child process, a bounded amount at a time."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +11,12 @@ from typing import Any
 import numpy as np
 
 from skimp.core.errors import DataError
-from skimp.data.readers import BLOCK, Entry, Text, read_texts
+from skimp.data.chat import Chat
+from skimp.data.kinds import Rows, Rules, is_plain, kind_of
+from skimp.data.messages import RowError
+from skimp.data.readers import BLOCK, Entry, Text, cut, read_plain, read_records
 from skimp.data.sources import SourceFile
-from skimp.data.tokenizer import LoadedTokenizer
+from skimp.data.tokenizer import LoadedTokenizer, with_exact_places
 
 TEXTS_AT_ONCE = 256
 
@@ -24,16 +28,30 @@ class Counts:
     rows: int = 0
     documents: int = 0
     tokens: int = 0
+    trained_tokens: int = 0
     unknown_tokens: int = 0
     documents_in_blocks: int = 0
     highest_token: int = -1
     dropped: dict[str, int] = field(default_factory=lambda: {"empty": 0})
 
+    def drop(self, why: str) -> None:
+        self.dropped[why] = self.dropped.get(why, 0) + 1
+
+    def add(self, other: Counts) -> None:
+        for name, value in vars(other).items():
+            if name == "dropped":
+                self.dropped |= {why: self.dropped.get(why, 0) + n for why, n in value.items()}
+            elif name == "highest_token":
+                self.highest_token = max(self.highest_token, value)
+            else:
+                setattr(self, name, getattr(self, name) + value)
+
 
 @dataclass(frozen=True)
 class Encoded:
     """Tokens of a document or of a block of one, uint32; `first` and `last` bound the document. `digest` is
-    the 64-bit hash of its whole text, known at its last block."""
+    the 64-bit hash of its whole text, known at its last block. `trained` (bool a token) is None when all are;
+    `dropped` says why a row is left out: it has no tokens."""
 
     file: int
     row: int
@@ -42,19 +60,65 @@ class Encoded:
     first: bool
     last: bool
     digest: int
+    trained: np.ndarray | None = None
+    dropped: str = ""
 
 
 class Encoder:
-    """Tokenises documents of many files in order, with the end token after each and one begin token where the
-    tokenizer wants it. A document whose text already ends with the end token gets no second one."""
+    """Tokenises documents of many files in order. A text gets the end token after it and one begin token where
+    the tokenizer wants it, but no second one; a rendered conversation gets neither: its template says all.
 
-    def __init__(self, tokenizer: LoadedTokenizer, text_field: str, encoding: str) -> None:
+    Args:
+        tokenizer: loaded.
+        rules: how rows are read.
+        encoding: of the files.
+        source_of: the source of each file; None: all are of source 0.
+        asked: the format asked for each source; None: that of the rules.
+    """
+
+    def __init__(
+        self,
+        tokenizer: LoadedTokenizer,
+        rules: Rules,
+        encoding: str,
+        source_of: Sequence[int] | None = None,
+        asked: Sequence[str] | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
-        self.text_field = text_field
+        self.rules = rules
         self.encoding = encoding
-        self.counts = Counts()
+        self.source_of = source_of
+        self.asked = asked
+        self.by_source: dict[int, Counts] = {}
+        self.kinds: dict[int, str] = {}  # what each source turned out to be
+        self.names: dict[int, list[str]] = {}  # the fields of its first row
+        self._chat = Chat(rules.template or tokenizer.template, tokenizer.special, tokenizer.markers, tokenizer.path)
+        self._seen: dict[int, str] = {}  # the kind of each file that was looked at
+        self._places: Any = None
         self._open: tuple[int, int] | None = None  # (file, row) of the document whose blocks are coming
         self._hash: Any = None
+
+    @property
+    def counts(self) -> Counts:
+        """Of all sources together."""
+        total = Counts()
+        for counts in self.by_source.values():
+            total.add(counts)
+        return total
+
+    def source(self, file: int) -> int:
+        return 0 if self.source_of is None else self.source_of[file]
+
+    def look(self, files: Sequence[SourceFile]) -> list[str]:
+        """The kind of each source, by the first row of its first file that has one.
+
+        Raises:
+            DataError: a kind cannot be told, or a file is broken.
+        """
+        for index, file in enumerate(files):
+            if self.source(index) not in self.kinds:
+                self._kind(index, file)
+        return [self.kinds.get(s, "text") for s in sorted({self.source(i) for i in range(len(files))})]
 
     def documents(self, files: Sequence[SourceFile], start: int = 0, entry: Entry | None = None) -> Iterator[Encoded]:
         """All documents of `files[start:]`, the first of them from `entry` on."""
@@ -62,7 +126,7 @@ class Encoder:
         size = 0
         for index in range(start, len(files)):
             at = entry if entry is not None and index == start else Entry()
-            for text in read_texts(files[index], self.text_field, self.encoding, at):
+            for text in self._texts(index, files[index], at):
                 waiting.append((index, text))
                 size += len(text.text)
                 if size >= BLOCK or len(waiting) >= TEXTS_AT_ONCE:
@@ -70,32 +134,133 @@ class Encoder:
                     waiting, size = [], 0
         yield from self._encode(waiting, files)
 
+    def _texts(self, index: int, file: SourceFile, entry: Entry) -> Iterator[Text]:
+        kind = self._kind(index, file)
+        if kind is None:
+            return
+        if is_plain(file):
+            yield from read_plain(file, self.encoding, entry)
+            return
+        rows = Rows(kind, self.rules, self._chat)
+        for record in read_records(file, self.encoding, entry, rows.columns):
+            try:
+                text = rows.text_of(record, file)
+            except RowError as error:
+                if self.rules.bad_rows == "error":
+                    raise
+                text = Text(record.row, record.offset, "", dropped=error.reason)
+            yield from _blocks(text)
+
+    def _kind(self, index: int, file: SourceFile) -> str | None:
+        """The kind of a file's rows, which must be that of its source; None when it has no row."""
+        if index in self._seen:
+            return self._seen[index]
+        source = self.source(index)
+        asked = self.rules.format if self.asked is None else self.asked[source] or self.rules.format
+        known = self.kinds.get(source)
+        if is_plain(file):
+            if asked not in ("auto", "text"):
+                raise DataError(
+                    f"{file.path}: rows of data.format={asked}",
+                    "a file of plain text",
+                    "it has no fields",
+                    ["data.format=auto, or text", "a jsonl, json, parquet, csv or tsv file"],
+                )
+            kind = "text"
+        elif known is not None and asked != "auto":
+            kind = known
+        else:
+            first = next(iter(read_records(file, self.encoding)), None)
+            if first is None:
+                return None
+            kind = kind_of(asked, list(first.fields), self.rules.fields, f"{file.path}, row {first.row}")
+            self.names.setdefault(source, list(first.fields))
+        if known is not None and kind != known:
+            raise DataError(
+                f"{file.path}: rows of the same kind as the files before it, {known}",
+                f"{kind}",
+                "a source has one kind of row",
+                ["name the files as sources of their own", f"data.format={known}"],
+            )
+        self.kinds[source] = self._seen[index] = kind
+        return kind
+
     def _encode(self, texts: list[tuple[int, Text]], files: Sequence[SourceFile]) -> Iterator[Encoded]:
         hashes = [self._digest(index, text, files) for index, text in texts]
-        encoded = self.tokenizer.encode.encode_batch_fast([t.text for _, t in texts], add_special_tokens=False)
-        for (index, text), digest, result in zip(texts, hashes, encoded, strict=True):
+        plain = [t.text for _, t in texts if t.trained is None and not t.cuts]
+        encoded = iter(self.tokenizer.encode.encode_batch_fast(plain, add_special_tokens=False))
+        parted = iter(self._parted([t for _, t in texts if t.trained is not None or t.cuts]))
+        for (index, text), digest in zip(texts, hashes, strict=True):
+            if text.trained is None and not text.cuts:
+                ids, trained = next(encoded).ids, None
+            else:
+                ids, trained = next(parted)
             first = self._open != (index, text.row)
             self._open = None if text.last else (index, text.row)
-            ids = result.ids
-            self.counts.rows += first
-            self.counts.documents_in_blocks += first and not text.last
-            if first and text.last and (not ids or not text.text.strip()):
-                self.counts.dropped["empty"] += 1
+            counts = self.by_source.setdefault(self.source(index), Counts())
+            counts.rows += first
+            counts.documents_in_blocks += first and not text.last
+            dropped = text.dropped
+            if first and text.last and not dropped and (not ids or not text.text.strip()):
+                dropped = "empty"
+            if not dropped and trained is not None and not trained[1:].any() and not self._ends(text, ids):
+                dropped = "no trained token"
+            if dropped:
+                counts.drop(dropped)
+                none = np.zeros(0, np.uint32)
+                yield Encoded(index, text.row, text.offset, none, first, text.last, digest, dropped=dropped)
                 continue
-            tokens = self._finish(ids, first, text.last)
-            self.counts.documents += first
-            self.counts.tokens += len(tokens)
+            tokens, trained = self._finish(ids, trained, first, text)
+            counts.documents += first
+            counts.tokens += len(tokens)
+            counts.trained_tokens += len(tokens) if trained is None else int(np.count_nonzero(trained))
             if len(tokens):
-                self.counts.highest_token = max(self.counts.highest_token, int(tokens.max()))
+                counts.highest_token = max(counts.highest_token, int(tokens.max()))
             if self.tokenizer.unknown is not None:
-                self.counts.unknown_tokens += int(np.count_nonzero(tokens == self.tokenizer.unknown))
-            yield Encoded(index, text.row, text.offset, tokens, first, text.last, digest)
+                counts.unknown_tokens += int(np.count_nonzero(tokens == self.tokenizer.unknown))
+            yield Encoded(index, text.row, text.offset, tokens, first, text.last, digest, trained)
 
-    def _finish(self, ids: list[int], first: bool, last: bool) -> np.ndarray:
+    def _parted(self, texts: list[Text]) -> Iterator[tuple[list[int], np.ndarray | None]]:
+        """Ids of texts with places, and which of them are trained: those whose characters lie in a trained span.
+
+        Where it can be, tokenising begins anew where an answer begins, as it does at inference after the prompt, and
+        where it ends, as the model must end it: no token then holds characters of both sides. Where it cannot (see
+        `LoadedTokenizer.joins`), such a token is not trained.
+        """
+        if not texts:
+            return
+        if self._places is None:
+            self._places = with_exact_places(self.tokenizer.path)
+        parts, begins = [], []
+        for text in texts:
+            cuts = [0, *(text.cuts if self.tokenizer.joins else ()), len(text.text)]
+            begins.append(cuts[:-1])
+            parts += [text.text[a:b] for a, b in itertools.pairwise(cuts)]
+        encoded = iter(self._places.encode_batch(parts, add_special_tokens=False))
+        for text, starts in zip(texts, begins, strict=True):
+            ids: list[int] = []
+            places: list[tuple[int, int]] = []
+            for start in starts:
+                part = next(encoded)
+                ids += part.ids
+                places += [(a + start, b + start) for a, b in part.offsets]
+            yield ids, None if text.trained is None else _within(places, text.trained)
+
+    def _ends(self, text: Text, ids: list[int]) -> bool:
+        """Whether an end token comes after the text, to be trained."""
+        return not text.complete and ids[-1:] != [self.tokenizer.end]
+
+    def _finish(
+        self, ids: list[int], trained: np.ndarray | None, first: bool, text: Text
+    ) -> tuple[np.ndarray, np.ndarray | None]:
         begin = self.tokenizer.begin
+        if text.complete:
+            return np.asarray(ids, dtype=np.uint32), trained
         head = [begin] if first and begin is not None and ids[:1] != [begin] else []
-        tail = [self.tokenizer.end] if last and ids[-1:] != [self.tokenizer.end] else []
-        return np.asarray(head + ids + tail if head or tail else ids, dtype=np.uint32)
+        tail = [self.tokenizer.end] if text.last and ids[-1:] != [self.tokenizer.end] else []
+        if trained is not None and (head or tail):
+            trained = np.concatenate([np.zeros(len(head), bool), trained, np.ones(len(tail), bool)])
+        return np.asarray(head + ids + tail if head or tail else ids, dtype=np.uint32), trained
 
     def _digest(self, index: int, text: Text, files: Sequence[SourceFile]) -> int:
         try:
@@ -114,3 +279,21 @@ class Encoder:
         if text.last:
             self._hash = None
         return digest
+
+
+def _blocks(text: Text) -> Iterator[Text]:
+    """A row's plain text in blocks, as that of a file; one with places stays whole."""
+    if text.trained is not None or text.cuts or text.complete or len(text.text) <= BLOCK:
+        yield text
+        return
+    yield from cut(text.row, text.offset, [text.text])
+
+
+def _within(places: list[tuple[int, int]], spans: tuple[tuple[int, int], ...]) -> np.ndarray:
+    """(tokens,) bool: its characters [a, b) lie in one of the spans, which are in order and apart."""
+    begins, ends = (np.array(side, np.int64) for side in zip(*spans, strict=True))
+    at = np.array(places, np.int64).reshape(-1, 2)
+    # An empty place (no characters of its own) goes with what begins there, so a span's own end is outside it.
+    span = np.searchsorted(begins, at[:, 0], side="right") - 1
+    inside = (span >= 0) & (at[:, 1] <= ends[span]) & (at[:, 0] < ends[span])
+    return np.asarray(inside)

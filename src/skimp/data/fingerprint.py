@@ -15,11 +15,11 @@ from skimp.core.errors import DataError, ModelError
 from skimp.data.sources import Source
 
 #: Written into every store; a store of another format is made again.
-FORMAT = 1
+FORMAT = 2
 #: What decides how a tokenizer cuts text. Weights beside them do not.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "spiece.model", "vocab.txt",
+    "merges.txt", "tokenizer.model", "spiece.model", "vocab.txt", "chat_template.jinja",
 )  # fmt: skip
 
 

@@ -11,14 +11,16 @@ Without packing there is one document, or one piece of a long one, in a row.
 
 Positions restart and attention stops at every document, and at every *piece* of a split one: a row never
 looks into another row, so the last token of a piece predicts nothing although its successor is known. Of a
-document of n tokens in k pieces n - k predictions are trained.
+document of n tokens in k pieces n - k predictions are trained; where only some tokens are to be trained, those of
+them that are not the first of their piece. A document in which none is (a prompt as long as a row, its answer
+truncated away) is left out and counted.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -27,7 +29,8 @@ from skimp.core.errors import DataError
 
 @dataclass(frozen=True)
 class PackingCounts:
-    """tokens_in = tokens + truncated_tokens + dropped_tokens + tail_tokens, always."""
+    """tokens_in = tokens + truncated_tokens + dropped_tokens + untrained_tokens + tail_tokens, always. `by_source` has
+    the same counts (without pieces and padding) for each source id."""
 
     documents_in: int
     tokens_in: int
@@ -40,9 +43,12 @@ class PackingCounts:
     truncated_tokens: int = 0
     dropped_documents: int = 0
     dropped_tokens: int = 0
+    untrained_documents: int = 0
+    untrained_tokens: int = 0
     tail_tokens: int = 0
     padding_tokens: int = 0
     trained_tokens: int = 0
+    by_source: tuple[dict[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,23 @@ class RowTable:
         return len(self.first) - 1
 
 
+class _Tally:
+    """Counts, of everything and by source."""
+
+    def __init__(self, sources: np.ndarray) -> None:
+        self.sources = sources
+        self.number = int(sources.max(initial=-1)) + 1
+        self.all: dict[str, int] = {}
+        self.of: list[dict[str, int]] = [{} for _ in range(self.number)]
+
+    def add(self, name: str, documents: np.ndarray, amounts: np.ndarray | None = None) -> None:
+        """Count `amounts` (1 each when None) of the documents with these numbers."""
+        each = np.bincount(self.sources[documents], amounts, minlength=self.number).astype(np.int64)
+        self.all[name] = self.all.get(name, 0) + int(each.sum())
+        for source, amount in enumerate(each):
+            self.of[source][name] = self.of[source].get(name, 0) + int(amount)
+
+
 def lay_rows(
     starts: np.ndarray,
     lengths: np.ndarray,
@@ -72,6 +95,8 @@ def lay_rows(
     too_long: str = "split",
     sources: np.ndarray | None = None,
     place: Callable[[int], str] = lambda document: f"document {document}",
+    trained_before: Callable[[np.ndarray], np.ndarray] | None = None,
+    may_be_empty: bool = False,
 ) -> tuple[RowTable, PackingCounts]:
     """Make the row table of one epoch.
 
@@ -83,56 +108,114 @@ def lay_rows(
         too_long: split, truncate, drop or error.
         sources: (documents,) source ids, or None for 0.
         place: file and row of a document, for the message of `error`.
+        trained_before: places in the store -> trained tokens before each; None when every token is trained.
+        may_be_empty: give a table without rows instead of raising.
 
     Raises:
         DataError: a document is too long under `error`, or no row is left.
     """
     starts, lengths = np.asarray(starts, np.int64), np.asarray(lengths, np.int64)
     document = np.arange(len(starts), dtype=np.int64)
-    counts = {"documents_in": len(lengths), "tokens_in": int(lengths.sum())}
+    tally = _Tally(np.zeros(len(starts), np.int64) if sources is None else sources)
+    tally.add("documents_in", document)
+    tally.add("tokens_in", document, lengths)
     longest = int(lengths.max(initial=0))
-    if too_long != "split":
-        over = lengths > seq_len
-        if too_long == "error" and over.any():
-            raise _too_long(int(np.argmax(over)), lengths, seq_len, int(over.sum()), place)
-        if too_long == "truncate":
-            counts["truncated_documents"] = int(over.sum())
-            counts["truncated_tokens"] = int((lengths[over] - seq_len).sum())
-            lengths = np.minimum(lengths, seq_len)
-        if too_long == "drop":
-            counts["dropped_documents"] = int(over.sum())
-            counts["dropped_tokens"] = int(lengths[over].sum())
-            starts, lengths, document = starts[~over], lengths[~over], document[~over]
+    over = lengths > seq_len if too_long != "split" else np.zeros(len(lengths), bool)
+    if too_long == "error" and over.any():
+        raise _too_long(int(np.argmax(over)), lengths, seq_len, int(over.sum()), place)
+    if too_long == "drop":
+        tally.add("dropped_documents", document[over])
+        tally.add("dropped_tokens", document[over], lengths[over])
+        starts, lengths, document, over = starts[~over], lengths[~over], document[~over], over[~over]
+    kept = np.minimum(lengths, seq_len) if too_long == "truncate" else lengths
+    if trained_before is not None and too_long != "split":
+        some = _trained_in(starts, kept, trained_before) > 0
+        tally.add("untrained_documents", document[~some])
+        tally.add("untrained_tokens", document[~some], lengths[~some])
+        starts, lengths, kept, document, over = (x[some] for x in (starts, lengths, kept, document, over))
+    if too_long == "truncate":
+        tally.add("truncated_documents", document[over])
+        tally.add("truncated_tokens", document[over], (lengths - kept)[over])
 
     if packing and too_long != "split":
-        order, first = best_fit(lengths, seq_len)
-        starts, lengths, document = starts[order], lengths[order], document[order]
+        order, first = best_fit(kept, seq_len)
+        starts, lengths, document = starts[order], kept[order], document[order]
     else:
         bounds = seq_len if packing else None
-        starts, lengths, document, first = _cut_documents(starts, lengths, document, seq_len, bounds)
-    starts, lengths, document, first, tail = _without_idle_rows(starts, lengths, document, first)
+        starts, lengths, document, first = _cut_documents(starts, kept, document, seq_len, bounds)
+    learnt = _trained_in(starts, lengths, trained_before)
+    busy = np.add.reduceat(learnt, first[:-1]) > 0 if len(first) > 1 else np.zeros(0, bool)
+    keep = np.repeat(busy, np.diff(first))
+    tally.add("tail_tokens", document[~keep], lengths[~keep])
+    first = np.append(0, np.cumsum(np.diff(first)[busy]))
+    starts, lengths, document, learnt = starts[keep], lengths[keep], document[keep], learnt[keep]
     rows, tokens = len(first) - 1, int(lengths.sum())
-    if rows == 0:
-        raise DataError(
-            f"rows of {seq_len} tokens",
-            f"{counts['documents_in']} documents, none of which fits and predicts; the longest has {longest}",
-            "nothing is left to train on",
-            [f"data.seq_len={longest}", "data.too_long=split"] if longest > seq_len else "give more text",
-        )
-    kept, pieces = np.unique(document, return_counts=True)
-    row_source = np.zeros(rows, np.int32) if sources is None else sources[document[first[:-1]]].astype(np.int32)
-    table = RowTable(seq_len, starts, lengths.astype(np.int32), first, row_source)
-    return table, PackingCounts(
-        **counts,
-        documents=len(kept),
-        tokens=tokens,
-        rows=rows,
-        pieces=len(starts),
-        split_documents=int((pieces > 1).sum()),
-        tail_tokens=tail,
-        padding_tokens=rows * seq_len - tokens,
-        trained_tokens=tokens - len(starts),
+    unique, pieces = np.unique(document, return_counts=True)
+    tally.add("documents", unique)
+    tally.add("tokens", document, lengths)
+    tally.add("split_documents", unique[pieces > 1])
+    tally.add("trained_tokens", document, learnt)
+    tally.add("rows", document[first[:-1]])
+    table = RowTable(
+        seq_len, starts, lengths.astype(np.int32), first, tally.sources[document[first[:-1]]].astype(np.int32)
     )
+    padding = rows * seq_len - tokens
+    counts = PackingCounts(**tally.all, pieces=len(starts), padding_tokens=padding, by_source=tuple(tally.of))
+    if rows == 0 and not may_be_empty:
+        raise nothing_left(counts, seq_len, longest)
+    return table, counts
+
+
+def _trained_in(
+    starts: np.ndarray, lengths: np.ndarray, trained_before: Callable[[np.ndarray], np.ndarray] | None
+) -> np.ndarray:
+    """(pieces,) int64: predictions trained in each: of its tokens but the first, which nothing before it predicts."""
+    if trained_before is None or not len(starts):
+        return lengths - 1
+    both = trained_before(np.concatenate([starts + 1, starts + lengths]))
+    return both[len(starts) :] - both[: len(starts)]
+
+
+def nothing_left(counts: PackingCounts, seq_len: int, longest: int, name: str = "train") -> DataError:
+    """The error for a set without a row; `longest` is its longest document in tokens."""
+    lost = counts.untrained_documents
+    found = f"{counts.documents_in} documents, none of which fits and predicts; the longest has {longest} tokens"
+    ways: list[str] | str = "give more text"
+    if longest > seq_len:
+        ways = [f"data.seq_len={longest}", *([] if lost else ["data.too_long=split"])]
+    return DataError(
+        f"rows of {seq_len} tokens" + ("" if name == "train" else f" of the set '{name}'"),
+        found + (f"; in {lost} the prompt fills the row and leaves no trained token" if lost else ""),
+        f"nothing is left to {'train' if name == 'train' else 'evaluate'} on",
+        ways,
+    )
+
+
+def join_tables(tables: Sequence[RowTable]) -> RowTable:
+    """Rows of several tables, one after another."""
+    if len(tables) == 1:
+        return tables[0]
+    shift = np.cumsum([0, *(len(t.starts) for t in tables)])
+    return RowTable(
+        tables[0].seq_len,
+        np.concatenate([t.starts for t in tables]),
+        np.concatenate([t.lengths for t in tables]),
+        np.append(0, np.concatenate([t.first[1:] + s for t, s in zip(tables, shift, strict=False)])).astype(np.int64),
+        np.concatenate([t.source for t in tables]),
+    )
+
+
+def join_counts(counts: Sequence[PackingCounts]) -> PackingCounts:
+    """The sum of several counts, source by source."""
+    if len(counts) == 1:
+        return counts[0]
+    names = [f.name for f in fields(PackingCounts) if f.name != "by_source"]
+    number = max(len(c.by_source) for c in counts)
+    of: list[dict[str, int]] = [{} for _ in range(number)]
+    for each in counts:
+        for source, amounts in enumerate(each.by_source):
+            of[source] = {k: of[source].get(k, 0) + n for k, n in amounts.items()}
+    return PackingCounts(**{n: sum(getattr(c, n) for c in counts) for n in names}, by_source=tuple(of))
 
 
 def _cut_documents(
@@ -154,19 +237,6 @@ def _cut_documents(
     within = (np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * seq_len
     length = np.minimum(lengths[owner] - within, seq_len)
     return starts[owner] + within, length, document[owner], np.arange(len(owner) + 1)
-
-
-def _without_idle_rows(
-    starts: np.ndarray, lengths: np.ndarray, document: np.ndarray, first: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
-    """Leave out rows whose pieces are all of one token: they predict nothing. Returns the tokens left out."""
-    in_row = np.diff(first)
-    busy = np.add.reduceat(lengths, first[:-1]) > in_row if len(in_row) else np.zeros(0, bool)
-    if busy.all():
-        return starts, lengths, document, first, 0
-    keep = np.repeat(busy, in_row)
-    tail = int(lengths[~keep].sum())
-    return starts[keep], lengths[keep], document[keep], np.append(0, np.cumsum(in_row[busy])), tail
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:

@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from skimp.data.rows import Rows
 from skimp.data.sources import Source, find_sources
 from skimp.data.store import TokenStore, is_complete
 from skimp.data.streaming import StreamedText
-from skimp.data.textdata import TextData
+from skimp.data.textdata import TextData, TooLong
 from skimp.data.vocabulary import check_vocabulary
 
 
@@ -70,8 +71,9 @@ def prepare(
         "end": end,
         "field": data.field,
         "encoding": data.encoding,
+        "rules": data.rules.as_dict(),
     }
-    rules = {"field": data.field, "encoding": data.encoding, "end": end}
+    rules = {"rows": job["rules"], "encoding": data.encoding, "end": end}
     sources = {"train": find_sources(data.sources("train"), "data.train")}
     if data.sources("validation"):
         sources["validation"] = find_sources(data.sources("validation"), "data.validation")
@@ -111,7 +113,8 @@ def _stored_text(data: TextData, stores: dict[str, TokenStore], reused: dict[str
         other = stores["validation"]
         validation, validation_report = _validation_source(other, data, reused)
         notes = shared_texts(digests, other.column("digests"))
-    identity = {**_identity(data), "train": store.meta["key"]}
+    settled = "+".join(dict.fromkeys(data.rule(source["kind"]) for source in store.meta["sources"]))
+    identity = {**_identity(data), "too_long": settled, "train": store.meta["key"]}
     if data.held_out:
         identity["validation"], identity["validation_tokens"] = data.validation, data.validation_tokens
     return PreparedText(data, train, validation, _report(store, train_report, validation_report, notes), identity)
@@ -136,20 +139,41 @@ def _streaming(
     if store is not None:
         validation, validation_report = _validation_source(store, data, reused)
     files = [f for source in train for f in source.files]
+    job = {**job, "formats": [source.format for source in train]}
     source_of = [i for i, source in enumerate(train) for _ in source.files]
     ends = [[f.kind, f.path if f.kind == "hub" else _glimpse(f.path)] for f in files]
-    text = digest_of([ends, fingerprint, rules])[:32]
+    text = digest_of([ends, fingerprint, rules, job["formats"]])[:32]
     identity = {**_identity(data), "train": text, "window_rows": data.window_rows}
 
     def open_stream(rows_per_step: int, epochs: int | None) -> StreamedText:
         return StreamedText(data, job, files, source_of, rows_per_step, identity, epochs, vocabulary)
 
-    with open_stream(1, 1) as first:  # the first document tells, now and not at step 1, that all is well
+    probing = StreamedText(data, job, files, source_of, 1, {}, 1, vocabulary)
+    with probing as first:  # the first document tells, now and not at step 1, that all is well
         facts = first.tokenizer_facts()
+    data = replace(data, too_long=_one_rule(data, train, facts["kinds"]))
+    identity |= _identity(data)
     names = ", ".join(data.sources("train"))
     note = f"train: {names}, streamed; rows shuffled within windows of {data.window_rows} rows"
     report = DataReport(None, validation_report, facts["size"], facts["end"], facts["begin"], [note])
     return PreparedText(data, None, validation, report, identity, open_stream)
+
+
+def _one_rule(data: TextData, sources: Sequence[Source], kinds: Sequence[str]) -> TooLong:
+    """The rule for long documents of all sources: a window of a stream has one.
+
+    Raises:
+        DataError: they would have several.
+    """
+    rules = {data.rule(kind): (source.name, kind) for source, kind in zip(sources, kinds, strict=True)}
+    if len(rules) == 1:
+        return next(iter(rules))
+    raise DataError(
+        "data.streaming with sources of several kinds in one stream",
+        "; ".join(f"{name} is {kind}, whose rule for long documents is {rule}" for rule, (name, kind) in rules.items()),
+        "documents of one window are laid into rows by one rule",
+        ["data.too_long=truncate, for all of them", "data.streaming=false"],
+    )
 
 
 def _store_job(

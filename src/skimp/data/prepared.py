@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from skimp.core.batch import Batch
 from skimp.core.errors import DataError
-from skimp.data.packing import PackingCounts, lay_rows
+from skimp.data.packing import PackingCounts, join_counts, join_tables, lay_rows, nothing_left
 from skimp.data.report import DataReport, SetReport, rule_in_words
 from skimp.data.rows import Rows
 from skimp.data.split import first_by_hash, hold_out
@@ -90,12 +91,22 @@ def rows_from_store(
     """The rows of the documents `chosen` (bool mask; None: all), and their report."""
     offsets = store.column("documents")
     documents = np.arange(store.documents) if chosen is None else np.flatnonzero(chosen)
-    starts, lengths = offsets[documents], (offsets[1:] - offsets[:-1])[documents]
-    table, counts = lay_rows(
-        starts, lengths, data.seq_len, data.packing, data.too_long,
-        sources=store.source_of(documents), place=lambda d: store.place(int(documents[d])),
-    )  # fmt: skip
-    rows = Rows(table, store.read, pad=int(store.meta["tokenizer"]["end"]))
+    sources = store.source_of(documents)
+    rules = np.array([data.rule(s["kind"]) for s in store.meta["sources"]])[sources]
+    parts = []
+    for rule in dict.fromkeys(map(str, rules)):  # sources with one rule share rows; in packing, too
+        of_rule = documents[rules == rule]
+        parts.append(
+            lay_rows(
+                offsets[of_rule], (offsets[1:] - offsets[:-1])[of_rule], data.seq_len, data.packing, rule,
+                sources=store.source_of(of_rule), place=lambda d, of=of_rule: store.place(int(of[d])),
+                trained_before=store.trained_before if store.masked else None, may_be_empty=True,
+            )
+        )  # fmt: skip
+    table, counts = join_tables([t for t, _ in parts]), join_counts([c for _, c in parts])
+    if not table.rows:
+        raise nothing_left(counts, data.seq_len, int(np.diff(offsets)[documents].max(initial=0)), name)
+    rows = Rows(table, store.read, int(store.meta["tokenizer"]["end"]), store.trained)
     return rows, _report(store, data, name, reused, counts, held_out)
 
 
@@ -141,9 +152,39 @@ def _report(
         rows_read=meta["counts"]["rows"],
         dropped=meta["counts"]["dropped"],
         unknown_tokens=meta["counts"]["unknown_tokens"],
-        rule=rule_in_words(data.packing, data.too_long, data.seq_len),
+        rule="; ".join(
+            rule_in_words(data.packing, rule, data.seq_len)
+            for rule in dict.fromkeys(data.rule(s["kind"]) for s in meta["sources"])
+        ),
         packing=counts,
         held_out=held_out,
         reused=reused,
         folder=str(store.folder),
+        by_source=[
+            _source_counts(source, of)
+            for source, of in itertools.zip_longest(meta["sources"], counts.by_source, fillvalue={})
+        ],
+        trained=TRAINED[data.train_on] if store.masked or data.train_on == "all" else "",
     )
+
+
+#: What is trained, for people.
+TRAINED = {
+    "answers": "trained on completions and assistant turns",
+    "last": "trained on the last answer of each row",
+    "all": "trained on every token, prompts too",
+}
+
+
+def _source_counts(source: dict[str, Any], packed: dict[str, int]) -> dict[str, Any]:
+    names = ("documents_in", "tokens_in", "documents", "tokens", "rows", "trained_tokens",
+             "truncated_documents", "truncated_tokens", "dropped_documents", "dropped_tokens",
+             "untrained_documents", "untrained_tokens")  # fmt: skip
+    return {
+        "source": source["name"],
+        "format": source["kind"],
+        "fields": source["fields"],
+        "rows_read": source["counts"]["rows"],
+        "dropped": {why: n for why, n in source["counts"]["dropped"].items() if n},
+        **{name: packed.get(name, 0) for name in names},
+    }

@@ -22,6 +22,8 @@ class SetReport:
         held_out: "" or how this set was chosen from the training sources.
         rule: how documents became rows, in words.
         packing: the counts of that.
+        by_source: for each source its name, format, the fields of its first row, and the same counts.
+        trained: what of a row is trained, in words; "" for text.
         reused: True when the tokens were found in the cache.
         folder: where they lie.
     """
@@ -38,6 +40,8 @@ class SetReport:
     held_out: str = ""
     reused: bool = False
     folder: str = ""
+    by_source: list[dict[str, Any]] = field(default_factory=list)
+    trained: str = ""
 
     def lines(self) -> list[str]:
         """For a person, one fact each."""
@@ -51,12 +55,17 @@ class SetReport:
             + (f", {self.held_out}" if self.held_out else ""),
             f"  {p.rows:,} rows, {p.trained_tokens:,} trained tokens an epoch; {self.rule}",
         ]  # fmt: skip
+        out[1:1] = self._formats()
         for number, words in (
             (dropped, "rows dropped: " + ", ".join(f"{n} {why}" for why, n in self.dropped.items() if n)),
             (p.split_documents, f"documents cut at row ends, into {p.pieces:,} pieces in all"),
             (p.truncated_documents, f"documents truncated, {p.truncated_tokens:,} tokens lost"),
             (p.dropped_documents, f"documents dropped as longer than a row, {p.dropped_tokens:,} tokens"),
-            (p.tail_tokens, "tokens dropped: alone in a last row or piece, with nothing to predict"),
+            (
+                p.untrained_documents,
+                f"rows dropped, {p.untrained_tokens:,} tokens: the prompt fills the row and leaves no trained token",
+            ),
+            (p.tail_tokens, "tokens dropped: rows and pieces with nothing to predict"),
             (
                 p.padding_tokens,
                 f"positions of padding ({p.padding_tokens / (p.tokens + p.padding_tokens):.1%})",
@@ -65,6 +74,17 @@ class SetReport:
         ):
             if number:
                 out.append(f"  {number:,} {words}")
+        if len(self.by_source) > 1:
+            out += [_source_line(source) for source in self.by_source]
+        return out
+
+    def _formats(self) -> list[str]:
+        """What the rows were taken for, said when they are more than text."""
+        out = []
+        for source in self.by_source:
+            if source["format"] != "text":
+                others = ", ".join(source["fields"])
+                out.append(f"  {source['source']}: rows of format {source['format']} (fields {others}); {self.trained}")
         return out
 
 
@@ -88,6 +108,20 @@ class DataReport:
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return asdict(self)
+
+
+def _source_line(source: dict[str, Any]) -> str:
+    lost = {
+        **source["dropped"],
+        "truncated": source["truncated_documents"],
+        "longer than a row": source["dropped_documents"],
+        "without a trained token within a row": source["untrained_documents"],
+    }
+    return (
+        f"  {source['source']}: {source['rows_read']:,} rows read, {source['tokens_in']:,} tokens, "
+        f"{source['rows']:,} rows, {source['trained_tokens']:,} trained tokens an epoch"
+        + "".join(f"; {n:,} {why}" for why, n in lost.items() if n)
+    )
 
 
 def rule_in_words(packing: bool, too_long: str, seq_len: int) -> str:

@@ -19,10 +19,18 @@ class Rows:
         read: (start, length) -> tokens.
         pad: the id put where a row is not full; it is masked by place, never by value, so it may be the end
             token.
+        trained: (start, length) -> bool a token, whether it is trained, or None for all; None: every one is.
     """
 
-    def __init__(self, table: RowTable, read: Callable[[int, int], np.ndarray], pad: int) -> None:
+    def __init__(
+        self,
+        table: RowTable,
+        read: Callable[[int, int], np.ndarray],
+        pad: int,
+        trained: Callable[[int, int], np.ndarray | None] | None = None,
+    ) -> None:
         self.table = table
+        self._trained = trained
         self.pad = pad
         self._read = read
 
@@ -66,11 +74,19 @@ class Rows:
         ends = np.cumsum(lengths, dtype=np.int64)
         used = int(ends[-1])
         if int(starts[-1] + lengths[-1] - starts[0]) == used and (np.diff(starts) > 0).all():
-            ids[:used] = self._read(int(starts[0]), used)  # the pieces are neighbours: one read
+            starts, lengths, stops = starts[:1], np.array([used]), np.array([used])  # neighbours: one read
         else:
-            for start, length, end in zip(starts, lengths, ends, strict=True):
-                ids[end - length : end] = self._read(int(start), int(length))
-        labels[: used - 1] = ids[1:used]
+            stops = ends
+        labels[: used - 1] = 0
+        for start, length, stop in zip(starts, lengths, stops, strict=True):
+            ids[stop - length : stop] = self._read(int(start), int(length))
+            trained = None if self._trained is None else self._trained(int(start), int(length))
+            if trained is not None:  # of a token as what is predicted, so it masks the label before it
+                labels[stop - length : stop - 1][~trained[1:]] = IGNORE
+                if stop > length and not trained[0]:
+                    labels[stop - length - 1] = IGNORE
+        predicted = labels[: used - 1] != IGNORE
+        labels[: used - 1][predicted] = ids[1:used][predicted]
         labels[ends - 1] = IGNORE  # the last token of a document, or piece, predicts nothing
         begins = np.concatenate([[0], ends]) if used < self.seq_len else np.concatenate([[0], ends[:-1]])
         positions[:] = np.arange(self.seq_len)

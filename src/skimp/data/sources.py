@@ -14,7 +14,9 @@ from typing import Any
 
 from skimp.core.errors import DataError
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt", ".txt.gz", ".txt.zst")
+KINDS = ("jsonl", "json", "parquet", "csv", "tsv", "txt")
+SUFFIXES = tuple(f".{kind}{packed}" for kind in KINDS for packed in ("", ".gz", ".zst"))
+KINDS_READ = f"kinds that are read: {', '.join('.' + k for k in KINDS)}, each also with .gz or .zst after it"
 HUB = re.compile(
     r"(?:hub:)?(?P<name>[\w.-]+(?:/[\w.-]+)?)"
     r"(?::(?P<config>[^@#]+))?(?:@(?P<revision>[^#]+))?(?:#(?P<split>.+))?"
@@ -23,7 +25,7 @@ HUB = re.compile(
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One thing to read. `kind` is jsonl, parquet, txt, pydoc or hub; `path` is the address for the last."""
+    """One thing to read. `kind` is one of `KINDS`, pydoc or hub; `path` is the address for the last."""
 
     kind: str
     path: str
@@ -47,13 +49,16 @@ class Source:
     name: str
     files: tuple[SourceFile, ...]
     ignored: int = 0
+    format: str = ""  # of its rows, where it is said for this source alone
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Source:
-        return cls(record["name"], tuple(SourceFile(**f) for f in record["files"]), record["ignored"])
+        return cls(
+            record["name"], tuple(SourceFile(**f) for f in record["files"]), record["ignored"], record.get("format", "")
+        )
 
 
 def find_sources(names: Sequence[str], key: str) -> list[Source]:
@@ -130,10 +135,7 @@ def _file(path: str, key: str, among_others: bool = False) -> SourceFile:
             f"{key}: {path}",
             f"a file ending in '{Path(path).suffix}'",
             "its kind is told by its name",
-            [
-                f"kinds that are read: {', '.join(SUFFIXES)}",
-                *(["one JSON list: jq -c '.[]' file.json > file.jsonl"] if path.endswith(".json") else []),
-            ],
+            KINDS_READ,
         )
     if os.path.getsize(path) == 0 and not (among_others and ".txt" in path):
         raise DataError(f"{key}: {path}", "an empty file (0 bytes)", instead="write it again, or name another file")
@@ -148,7 +150,7 @@ def _collect(name: str, key: str, paths: list[str], where: str) -> Source:
             f"{key}: {where}",
             f"{len(paths)} files, endings {', '.join(endings[:10])}" if paths else "nothing there",
             "none is of a kind that is read",
-            f"kinds that are read: {', '.join(SUFFIXES)}",
+            KINDS_READ,
         )
     return Source(name, tuple(_file(p, key, among_others=True) for p in wanted), len(paths) - len(wanted))
 

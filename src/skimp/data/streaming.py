@@ -9,7 +9,7 @@ made again. No tokens are saved, and a second resume is the same act as the firs
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -39,9 +39,17 @@ class StreamCounts:
     dropped_tokens: int = 0
     tail_tokens: int = 0
     padding_tokens: int = 0
+    truncated_documents: int = 0
+    untrained_documents: int = 0
+    untrained_tokens: int = 0
+    trained_tokens: int = 0
+    left_out: dict[str, int] = field(default_factory=dict)
 
-    def plus(self, window: Window) -> StreamCounts:
-        return StreamCounts(**{k: v + window.counts.get(k, 0) for k, v in asdict(self).items()})
+    def plus(self, counts: dict[str, int], left_out: dict[str, int]) -> StreamCounts:
+        old = asdict(self)
+        added = {k: v + counts.get(k, 0) for k, v in old.items() if k != "left_out"}
+        reasons = {why: old["left_out"].get(why, 0) + left_out.get(why, 0) for why in {**old["left_out"], **left_out}}
+        return StreamCounts(**added, left_out=reasons)
 
 
 class StreamedText:
@@ -124,16 +132,18 @@ class StreamedText:
         return self.next_step()
 
     def tokenizer_facts(self) -> dict[str, Any]:
-        """size, end and begin of the tokenizer; starts the child and reads its first document."""
+        """size, end and begin of the tokenizer, and the `kinds` of the sources; starts the child and reads its
+        first document."""
         self._begin(Place())
-        first = next(self._documents(), None)
-        if first is None:
-            raise self._nothing()
-        return dict(self._tokenizer)
+        for frame in self._documents():
+            if not frame.dropped:
+                return dict(self._tokenizer)
+        raise self._nothing()
 
     def total(self) -> StreamCounts:
         """What was read up to now."""
-        return self.counts if self._window is None else self.counts.plus(self._window)
+        window = self._window
+        return self.counts if window is None else self.counts.plus(window.counts, window.left_out)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and strings: the position after the last batch given."""
@@ -197,17 +207,24 @@ class StreamedText:
 
     def _take(self, window: Window) -> None:
         self._window, self._enter = window, window.begins
-        tokens = window.tokens
-        self._rows = Rows(window.table, lambda start, length: tokens[start : start + length], self._tokenizer["end"])
+        tokens, trained = window.tokens, window.trained
+        self._rows = Rows(
+            window.table,
+            lambda start, length: tokens[start : start + length],
+            self._tokenizer["end"],
+            None if trained is None else lambda start, length: trained[start : start + length],
+        )
         self._order = shuffled(window.table.rows, self.data.seed, self.epoch, self._number)
 
     def _leave_window(self, window: Window) -> None:
-        self.counts = self.counts.plus(window)
+        self.counts = self.counts.plus(window.counts, window.left_out)
         self._rows_this_epoch += window.table.rows
         self._enter, self._number, self._given = window.ends, self._number + 1, 0
         self._window = self._rows = None
 
     def _end_epoch(self) -> None:
+        if self._maker is not None:
+            self.counts = self.counts.plus({}, self._maker.rest())
         if self._rows_this_epoch == 0:
             raise self._nothing()
         self.rows_per_epoch, self._rows_this_epoch = self._rows_this_epoch, 0
@@ -222,6 +239,8 @@ class StreamedText:
             "file": place.file,
             "row": place.row,
             "offset": place.offset,
+            "source_of": self._source_of,
+            "formats": self._job.get("formats"),
         }
         self._child = Child({**self._job, "stream": stream})
         self._frames = pipe.receive(self._child.out)
@@ -242,16 +261,22 @@ class StreamedText:
 
     def _check(self, frame: pipe.Frame) -> None:
         if self.vocabulary is not None:
-            highest = max(int(frame.tokens.max(initial=0)), self._tokenizer["end"])
+            highest = max(int(pipe.unmarked(frame.tokens)[0].max(initial=0)), self._tokenizer["end"])
             check_vocabulary(highest, self._tokenizer["size"], self.vocabulary, self._where(frame.file, frame.row))
 
     def _where(self, file: int, row: int) -> str:
         return f"{self._files[file].path}, row {row}"
 
     def _nothing(self) -> DataError:
+        total = self.total()
+        reasons = {**total.left_out, "without a trained token within a row": total.untrained_documents}
+        lost = ", ".join(f"{n} {why}" for why, n in reasons.items() if n)
         return DataError(
             f"data from {', '.join(self.data.sources('train'))}",
-            f"{self.total().documents} usable documents, 0 rows of {self.data.seq_len} tokens",
+            f"{total.documents} usable documents, 0 rows of {self.data.seq_len} tokens"
+            + (f" ({lost})" if lost else ""),
             "nothing is left to train on",
-            ["data.too_long=split", "give more text"],
+            [f"data.seq_len={2 * self.data.seq_len}", "give more text"]
+            if total.untrained_documents
+            else ["data.too_long=split", "give more text"],
         )

@@ -1,24 +1,28 @@
-"""What the user says about the text of a run: sources, row length, packing, long documents."""
+"""What the user says about the text of a run: sources, kinds of row, row length, packing, long documents."""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from dataclasses import field as dataclass_field
 from typing import Any, Literal, get_args
 
 from skimp.core.errors import RecipeError, did_you_mean
+from skimp.data.chat import template_text
+from skimp.data.kinds import Fields, Format, Rules, TrainOn
 
-TooLong = Literal["split", "truncate", "drop", "error"]
+TooLong = Literal["auto", "split", "truncate", "drop", "error"]
+BadRows = Literal["error", "drop"]
 
 
 @dataclass(frozen=True)
 class TextData:
-    """Plain text to train on. Every key is checked here, before anything is read.
+    """Text, answers or conversations to train on. Every key is checked here, before anything is read.
 
     Attributes:
-        train: a file (`.jsonl`, `.parquet`, `.txt`; `.gz` and `.zst` of the first and last), a folder or a
-            glob of these, a Hub dataset `owner/name[:config][@revision][#split]` (or `hub:name`), `pydoc`
+        train: a file (`.jsonl`, `.json`, `.parquet`, `.csv`, `.tsv`, `.txt`; each also `.gz` or `.zst`), a folder
+            or a glob of these, a Hub dataset `owner/name[:config][@revision][#split]` (or `hub:name`), `pydoc`
             (the Python language reference that ships with Python), or a list of these. Its place in the list
             is the source id.
         seq_len: tokens in a row, at least 2.
@@ -27,11 +31,20 @@ class TextData:
         validation_tokens: at most so many validation tokens (but one document at least), taken in the same
             hashed order: of the fraction, of the validation source, or, alone, of the training documents.
         packing: rows filled with several documents (True) or one document, or piece of one, per row (False).
-        too_long: what happens to a document longer than a row. `split` (raw text): documents are laid end to
+        too_long: what happens to a document longer than a row. `auto` is `split` for text and `truncate` for
+            answers and conversations, which must keep their beginning. `split`: documents are laid end to
             end and cut where a row is full, nothing is lost. `truncate`: only its first `seq_len` tokens are
             kept; `drop`: it is left out; `error`: the run stops and names it. In the last three no document
             is ever cut by packing.
-        field: the key (jsonl) or column (parquet, Hub) with the text.
+        field: the key (jsonl, json) or column (csv, parquet, Hub) with the text.
+        format: of the rows: `text`, `prompt` (and completion), `messages` (a conversation), `preference` (pairs:
+            checked, not trained on yet), or `auto`: told by the fields of a source's first row.
+        fields: names of the other fields, where they are not called as they are called here.
+        train_on: `answers`: completions, and every assistant turn; `last`: the last of them in each row; `all`:
+            the prompt too. It says nothing about `text`, which is trained whole.
+        template: a chat template to use instead of the tokenizer's own: a Jinja file, or `chatml`.
+        bad_rows: what a row that is not as its format must be does: `error` stops and names it, `drop` leaves it
+            out and counts it.
         encoding: how files are encoded.
         seed: of the split and of the shuffling.
         streaming: tokenise while training instead of before; rows are then shuffled within windows.
@@ -43,8 +56,13 @@ class TextData:
     validation: str | Sequence[str] | float | None = None
     validation_tokens: int | None = None
     packing: bool = True
-    too_long: TooLong = "split"
+    too_long: TooLong = "auto"
     field: str = "text"
+    format: Format = "auto"
+    fields: Fields = dataclass_field(default_factory=Fields)
+    train_on: TrainOn = "answers"
+    template: str | None = None
+    bad_rows: BadRows = "error"
     encoding: str = "utf-8"
     seed: int = 0
     streaming: bool = False
@@ -55,9 +73,16 @@ class TextData:
         _whole("data.seq_len", self.seq_len, 2, "a row of one token has nothing to predict")
         _whole("data.seed", self.seed, 0)
         _whole("data.window_rows", self.window_rows, 1)
-        if self.too_long not in get_args(TooLong):
-            near = did_you_mean(str(self.too_long), get_args(TooLong))
-            raise RecipeError("data.too_long: a rule for long documents", repr(self.too_long), instead=near)
+        for key, kinds, what in (
+            ("too_long", TooLong, "a rule for long documents"),
+            ("format", Format, "a kind of row"),
+            ("train_on", TrainOn, "what of a row is trained"),
+            ("bad_rows", BadRows, "a rule for malformed rows"),
+        ):
+            value = getattr(self, key)
+            if value not in get_args(kinds):
+                near = did_you_mean(str(value), get_args(kinds))
+                raise RecipeError(f"data.{key}: {what}", repr(value), instead=near)
         if not isinstance(self.field, str) or not self.field:
             raise RecipeError("data.field: the name of the key or column with the text", repr(self.field))
         try:
@@ -91,6 +116,22 @@ class TextData:
             )
         if self.validation_tokens is not None:
             _whole("data.validation_tokens", self.validation_tokens, 1)
+
+    def rule(self, kind: str) -> TooLong:
+        """What happens to a long document of this kind."""
+        if self.too_long != "auto":
+            return self.too_long
+        return "split" if kind == "text" else "truncate"
+
+    @property
+    def rules(self) -> Rules:
+        """How the child reads rows.
+
+        Raises:
+            DataError: the template cannot be read.
+        """
+        fields = replace(self.fields, text=self.field)
+        return Rules(self.format, fields, self.train_on, template_text(self.template), self.bad_rows)
 
     @property
     def held_out(self) -> bool:

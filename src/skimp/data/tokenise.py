@@ -21,7 +21,8 @@ from typing import IO, Any
 
 from skimp.core.errors import DataError, ModelError, SkimpError
 from skimp.data import pipe
-from skimp.data.encode import Encoder
+from skimp.data.encode import Counts, Encoder
+from skimp.data.kinds import Fields, Rules
 from skimp.data.readers import Entry
 from skimp.data.sources import Source, SourceFile
 from skimp.data.store import StoreWriter
@@ -55,15 +56,20 @@ def main() -> int:
 def _write(store: dict[str, Any], job: dict[str, Any], tokenizer: LoadedTokenizer, out: IO[bytes]) -> None:
     sources = [Source.from_dict(s) for s in store["sources"]]
     files = [file for source in sources for file in source.files]
-    encoder = Encoder(tokenizer, job["field"], job["encoding"])
+    source_of = [i for i, source in enumerate(sources) for _ in source.files]
+    encoder = Encoder(tokenizer, _rules(job), job["encoding"], source_of, [s.format for s in sources])
+    encoder.look(files)
     firsts: dict[int, int] = {}
     said = 0.0
     try:
         with StoreWriter(Path(store["folder"]), tokenizer.size) as writer:
             for piece in encoder.documents(files):
                 firsts.setdefault(piece.file, writer.documents)
-                writer.add(piece.tokens)
-                if piece.last:
+                if piece.trained is None:
+                    writer.add(piece.tokens)
+                else:
+                    writer.add(piece.tokens, piece.trained)
+                if piece.last and not piece.dropped:
                     writer.end_document(piece.row, piece.digest)
                 if time.monotonic() - said > 1:
                     said = time.monotonic()
@@ -72,7 +78,7 @@ def _write(store: dict[str, Any], job: dict[str, Any], tokenizer: LoadedTokenize
                                "files_done": piece.file, "files": len(files), "rows": counts.rows,
                                "tokens": counts.tokens})  # fmt: skip
             if writer.documents == 0:
-                raise _nothing(sources, encoder)
+                raise _nothing(store["set"], sources, encoder)
             writer.commit(_meta(store, sources, firsts, encoder, tokenizer))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
@@ -98,7 +104,10 @@ def _meta(
     for index in reversed(range(number)):  # a file without documents begins where the next one does
         following = first[index] = firsts.get(index, following)
     index = 0
-    for record in records:
+    for number_, record in enumerate(records):
+        record["kind"] = encoder.kinds.get(number_, "text")
+        record["fields"] = encoder.names.get(number_, [])
+        record["counts"] = vars(encoder.by_source.get(number_, Counts()))
         for file in record["files"]:
             file["first_document"] = first[index]
             index += 1
@@ -110,23 +119,36 @@ def _meta(
     }
 
 
-def _nothing(sources: list[Source], encoder: Encoder) -> DataError:
+def _rules(job: dict[str, Any]) -> Rules:
+    """How rows are read; a job that says nothing reads the text in `field`."""
+    return Rules.of(job["rules"]) if "rules" in job else Rules(fields=Fields(text=job["field"]))
+
+
+def _nothing(name: str, sources: list[Source], encoder: Encoder) -> DataError:
     reasons = ", ".join(f"{n} {why}" for why, n in encoder.counts.dropped.items() if n)
     return DataError(
         f"data from {', '.join(s.name for s in sources)}",
         f"{encoder.counts.rows} rows, of them usable: 0" + (f" ({reasons})" if reasons else ""),
-        "nothing is left to train on",
-        "name files with text in them",
+        "nothing is left to train on" if name == "train" else "nothing is left to evaluate on",
+        "name files with text in them, or with answers"
+        if "text" not in encoder.kinds.values()
+        else "name files with text in them",
     )
 
 
 def _stream(job: dict[str, Any], tokenizer: LoadedTokenizer, out: IO[bytes]) -> None:
     stream = job["stream"]
     files = [SourceFile(**f) for f in stream["files"]]
-    encoder = Encoder(tokenizer, job["field"], job["encoding"])
-    pipe.send_json(out, {"event": "tokenizer", **tokenizer.facts()})
+    encoder = Encoder(tokenizer, _rules(job), job["encoding"], stream.get("source_of"), stream.get("formats"))
+    kinds = encoder.look(files)
+    names = [encoder.names.get(i, []) for i in range(len(kinds))]
+    pipe.send_json(out, {"event": "tokenizer", **tokenizer.facts(), "kinds": kinds, "names": names})
     for piece in encoder.documents(files, stream["file"], Entry(stream["row"], stream["offset"])):
-        pipe.send_tokens(out, piece.file, piece.row, piece.offset, piece.first, piece.last, piece.tokens)
+        if piece.dropped:
+            pipe.send_dropped(out, piece.file, piece.row, piece.offset, piece.dropped)
+            continue
+        tokens = pipe.marked(piece.tokens, piece.trained)
+        pipe.send_tokens(out, piece.file, piece.row, piece.offset, piece.first, piece.last, tokens)
     pipe.send_json(out, {"event": "done", "counts": vars(encoder.counts)})
     out.flush()
 

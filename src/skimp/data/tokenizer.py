@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from skimp.core.errors import ModelError
+from skimp.data.chat import own_template
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,9 @@ class LoadedTokenizer:
     """A `tokenizers.Tokenizer` with padding and truncation off, and the ids this project needs.
 
     `begin` is set only when the tokenizer itself puts that token before every text; `size` is its largest id
-    + 1.
+    + 1. `special` are the names chat templates use, `markers` the texts of special tokens, `template` is its own
+    chat template. `joins` says that ids of two texts encoded apart stand for the two texts joined (not so where a
+    tokenizer puts a blank before each).
     """
 
     encode: Any
@@ -24,6 +27,11 @@ class LoadedTokenizer:
     begin: int | None
     unknown: int | None
     size: int
+    special: dict[str, str] = field(default_factory=dict)
+    markers: tuple[str, ...] = ()
+    template: str | None = None
+    joins: bool = True
+    path: str = ""
 
     def facts(self) -> dict[str, int | None]:
         return {"size": self.size, "end": self.end, "begin": self.begin, "unknown": self.unknown}
@@ -58,9 +66,36 @@ def load_tokenizer(location: str, end: str | int | None, kept: Path | None = Non
     unknown = tokenizer.token_to_id(special["unk_token"]) if special.get("unk_token") else None
     if unknown is None and getattr(tokenizer.model, "unk_token", None):
         unknown = tokenizer.token_to_id(tokenizer.model.unk_token)
+    added = tokenizer.get_added_tokens_decoder()
     return LoadedTokenizer(
-        tokenizer, _end(tokenizer, end, special, location, size), _begin(tokenizer, special), unknown, size
+        tokenizer,
+        _end(tokenizer, end, special, location, size),
+        _begin(tokenizer, special),
+        unknown,
+        size,
+        special,
+        tuple(token.content for token in added.values() if token.special),
+        own_template(os.path.dirname(path)),
+        _joins(tokenizer),
+        path,
     )
+
+
+def with_exact_places(path: str) -> Any:
+    """The tokenizer once more, for the characters of each token: a byte-level post-processor may move a token's
+    place past its leading blanks."""
+    from tokenizers import Tokenizer, processors
+
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    return tokenizer
+
+
+def _joins(tokenizer: Any) -> bool:
+    ids = [i for text in ("a", "b") for i in tokenizer.encode(text, add_special_tokens=False).ids]
+    return bool(tokenizer.decode(ids, skip_special_tokens=False) == "ab")
 
 
 def _end(tokenizer: Any, end: str | int | None, special: dict[str, str], location: str, size: int) -> int:
@@ -89,7 +124,7 @@ def _begin(tokenizer: Any, special: dict[str, str]) -> int | None:
 
 
 def _special(folder: str) -> dict[str, str]:
-    """eos, bos and unk as tokenizer_config.json, then special_tokens_map.json, name them: text or {"content":
+    """eos, bos, unk … as tokenizer_config.json, then special_tokens_map.json, name them: text or {"content":
     text}.
     """
     names: dict[str, str] = {}
@@ -102,7 +137,7 @@ def _special(folder: str) -> dict[str, str]:
                 record = json.load(handle)
         except ValueError as error:
             raise ModelError(f"tokenizer: {path}", f"not JSON: {error}", instead="download it again") from None
-        for key in ("eos_token", "bos_token", "unk_token"):
+        for key in ("eos_token", "bos_token", "unk_token", "pad_token", "sep_token", "cls_token"):
             value = record.get(key)
             value = value.get("content") if isinstance(value, dict) else value
             if isinstance(value, str):

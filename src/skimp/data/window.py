@@ -11,7 +11,7 @@ import numpy as np
 
 from skimp.core.errors import DataError
 from skimp.data.packing import RowTable, lay_rows
-from skimp.data.pipe import Frame
+from skimp.data.pipe import Frame, unmarked
 from skimp.data.textdata import TextData
 
 
@@ -27,13 +27,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens (uint32) and the rows made of them; where it begins and the next one does; what was left out."""
+    """Tokens (uint32), which of them are trained (None: all) and the rows made of them; where it begins and the
+    next one does; what was left out."""
 
     tokens: np.ndarray
+    trained: np.ndarray | None
     table: RowTable
     begins: Place
     ends: Place
     counts: dict[str, int]
+    left_out: dict[str, int]
 
 
 @dataclass
@@ -68,6 +71,7 @@ class WindowMaker:
         self._frames = frames
         self._source_of = source_of
         self._where = where
+        self._left_out: dict[str, int] = {}
         self._left: tuple[Frame, int, int] | None = None  # a frame, tokens used of it, tokens of its document before it
 
     def next_window(self, place: Place) -> Window | None:
@@ -76,35 +80,38 @@ class WindowMaker:
         if first is None:
             return None
         self._left = first
-        frame, used, before = first
-        begins = Place(frame.file, frame.row, frame.offset, before + used)
-        pieces, counts = _Pieces(), {}
+        pieces: _Pieces = _Pieces()
+        counts: dict[str, int] = {}
         if self.data.too_long == "split":
             counts["documents"] = self._gather_split(pieces)
         else:
             counts = self._gather_whole(pieces)
-        ends = begins if self._left is None else self._place_of(self._left)
-        return self._close(pieces, counts, begins, ends)
+        # From the end of the last window, not the first document of this one: rows left out in between belong here.
+        return self._close(pieces, counts, place, self._place_of(self._left))
+
+    def rest(self) -> dict[str, int]:
+        """Rows left out after the last window."""
+        left_out, self._left_out = self._left_out, {}
+        return left_out
 
     def _close(self, pieces: _Pieces, counts: dict[str, int], begins: Place, ends: Place) -> Window:
-        tokens = np.concatenate(pieces.tokens) if pieces.tokens else np.zeros(0, np.uint32)
+        tokens, trained = unmarked(np.concatenate(pieces.tokens) if pieces.tokens else np.zeros(0, np.uint32))
         lengths = np.array(pieces.lengths, np.int64)
         starts = np.cumsum(lengths) - lengths
-        if not (lengths > 1).any():  # nothing that could predict: no rows
-            empty = np.zeros(0, np.int64)
-            table = RowTable(self.data.seq_len, empty, empty, np.zeros(1, np.int64), empty)
-            return Window(tokens, table, begins, ends, {**counts, "tail_tokens": len(tokens)})
+        before = None if trained is None else np.append(0, np.cumsum(trained))
         table, packed = lay_rows(
             starts,
             lengths,
             self.data.seq_len,
             self.data.packing,
             self.data.too_long,
-            np.array(pieces.sources),
+            np.array(pieces.sources, np.int64),
+            trained_before=None if before is None else lambda places: before[places],
+            may_be_empty=True,
         )
         counts |= {"tokens": packed.tokens, "rows": packed.rows, "tail_tokens": packed.tail_tokens,
-                   "padding_tokens": packed.padding_tokens}  # fmt: skip
-        return Window(tokens, table, begins, ends, counts)
+                   "padding_tokens": packed.padding_tokens, "trained_tokens": packed.trained_tokens}  # fmt: skip
+        return Window(tokens, trained, table, begins, ends, counts, self.rest())
 
     def _gather_split(self, pieces: _Pieces) -> int:
         """Fill `pieces`; returns how many documents begin in this window."""
@@ -134,7 +141,8 @@ class WindowMaker:
     def _gather_whole(self, pieces: _Pieces) -> dict[str, int]:
         seq, rule = self.data.seq_len, self.data.too_long
         wanted = self.data.window_rows * (seq if self.data.packing else 1)
-        counts = {"documents": 0, "truncated_tokens": 0, "dropped_documents": 0, "dropped_tokens": 0}
+        counts = dict.fromkeys(("documents", "truncated_documents", "truncated_tokens", "dropped_documents",
+                                "dropped_tokens", "untrained_documents", "untrained_tokens"), 0)  # fmt: skip
         have = 0
         while have < wanted and (current := self._next_frame(0)) is not None:
             frame, length, kept = current[0], 0, np.zeros(0, np.uint32)
@@ -152,6 +160,12 @@ class WindowMaker:
                 counts["dropped_documents"] += 1
                 counts["dropped_tokens"] += length
                 continue
+            trained = unmarked(kept)[1]
+            if trained is not None and not trained[1:].any():
+                counts["untrained_documents"] += 1
+                counts["untrained_tokens"] += length
+                continue
+            counts["truncated_documents"] += length > len(kept)
             counts["truncated_tokens"] += length - len(kept)
             pieces.tokens.append(kept)
             pieces.lengths.append(len(kept))
@@ -169,6 +183,9 @@ class WindowMaker:
         if self._left is not None and not self._left[0].last:
             before = self._left[2] + len(self._left[0].tokens)
         for frame in self._frames:
+            if frame.dropped:
+                self._left_out[frame.dropped] = self._left_out.get(frame.dropped, 0) + 1
+                continue
             if frame.first:
                 before = 0
             if before + len(frame.tokens) <= skip and not frame.last:

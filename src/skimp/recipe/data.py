@@ -44,13 +44,23 @@ Sources = Annotated[
 ]
 
 
+class Fields(Section):
+    """The names of a row's fields."""
+
+    prompt: Words = Field(default="prompt", min_length=1, description="What comes before the answer.")
+    completion: Words = Field(default="completion", min_length=1, description="The answer that is trained.")
+    messages: Words = Field(default="messages", min_length=1, description="A list of turns, {role, content} each.")
+    tools: Words = Field(default="tools", min_length=1, description="Tools the template may print, with messages.")
+    chosen: Words = Field(default="chosen", min_length=1, description="The better answer of a pair.")
+    rejected: Words = Field(default="rejected", min_length=1, description="The worse answer of a pair.")
+
+
 class Data(Section):
     """The text of the run, from files to packed rows."""
 
     train: Sources = Field(
-        description="Training text: .jsonl, .parquet or .txt files, folders, globs, a Hub data set, or "
-        "pydoc (the Python "
-        "language reference). One source or a list."
+        description="Training text: .jsonl, .json, .parquet, .csv, .tsv or .txt files (each also .gz or .zst), "
+        "folders, globs, a Hub data set, or pydoc (the Python language reference). One source or a list."
     )
     validation: Annotated[
         float | str | None,
@@ -70,11 +80,34 @@ class Data(Section):
         "restarting; "
         "false puts one document in a row and pads it.",
     )
-    field: Words = Field(
-        default="text", min_length=1, description="The field of a .jsonl or .parquet row that holds the text."
+    format: Literal["auto", "text", "prompt", "messages", "preference"] = Field(
+        default="auto",
+        description="What a row is: text; a prompt and its completion; messages, rendered by the chat template; "
+        "preference pairs, which are checked and not trained on yet. auto tells by the fields of a source's first row.",
     )
-    too_long: Literal["split", "truncate", "drop", "error"] = Field(
-        default="split", description="What happens to a document longer than seq_len."
+    field: Words = Field(default="text", min_length=1, description="The field of a row that holds the text.")
+    fields: Fields = Field(
+        default_factory=Fields, description="The other fields, where a file does not call them by these names."
+    )
+    train_on: Literal["answers", "last", "all"] = Field(
+        default="answers",
+        description="answers trains completions and every assistant turn; last only the last of them in a row; "
+        "all the prompt too.",
+    )
+    template: Words | None = Field(
+        default=None,
+        min_length=1,
+        description="A chat template instead of the tokenizer's own: a Jinja file, or chatml.",
+    )
+    bad_rows: Literal["error", "drop"] = Field(
+        default="error",
+        description="A row that is not as its format must be (roles out of order, a field missing) stops the run and "
+        "is named, or is left out and counted.",
+    )
+    too_long: Literal["auto", "split", "truncate", "drop", "error"] = Field(
+        default="auto",
+        description="What happens to a document longer than seq_len. auto: split for text, truncate for answers and "
+        "conversations.",
     )
     seed: Whole = Field(default=0, ge=0, description="Seed of the split and of the order of rows.")
     streaming: Flag = Field(

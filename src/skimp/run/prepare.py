@@ -13,6 +13,7 @@ from typing import Any
 from skimp.core.errors import DataError, ModelError
 from skimp.core.schedule import Schedule
 from skimp.data import PreparedText, TextData, prepare
+from skimp.data.kinds import Fields
 from skimp.data.vocabulary import check_vocabulary
 from skimp.run.sample import in_child
 from skimp.run.voice import Voice
@@ -83,6 +84,11 @@ def text_data(recipe: Any) -> TextData:
         packing=data.packing,
         too_long=data.too_long,
         field=data.field,
+        format=data.format,
+        fields=Fields(**data.fields.model_dump()),
+        train_on=data.train_on,
+        template=data.template,
+        bad_rows=data.bad_rows,
         encoding=data.encoding,
         seed=data.seed,
         streaming=data.streaming,
