@@ -133,7 +133,7 @@ class Chat:
         template = self._template(where)
         given = [{k: v for k, v in turn.items() if k != "weight"} for turn in turns]
         try:
-            return template.render(messages=given, tools=tools, add_generation_prompt=ask, **self.special)
+            return str(template.render(messages=given, tools=tools, add_generation_prompt=ask, **self.special))
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise RowError(
                 "refused by the template",

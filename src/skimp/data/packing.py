@@ -132,7 +132,7 @@ def lay_rows(
         some = _trained_in(starts, kept, trained_before) > 0
         tally.add("untrained_documents", document[~some])
         tally.add("untrained_tokens", document[~some], lengths[~some])
-        starts, lengths, kept, document, over = (x[some] for x in (starts, lengths, kept, document, over))
+        starts, lengths, kept, document, over = starts[some], lengths[some], kept[some], document[some], over[some]
     if too_long == "truncate":
         tally.add("truncated_documents", document[over])
         tally.add("truncated_tokens", document[over], (lengths - kept)[over])
@@ -173,7 +173,7 @@ def _trained_in(
     if trained_before is None or not len(starts):
         return lengths - 1
     both = trained_before(np.concatenate([starts + 1, starts + lengths]))
-    return both[len(starts) :] - both[: len(starts)]
+    return np.asarray(both[len(starts) :] - both[: len(starts)])
 
 
 def nothing_left(counts: PackingCounts, seq_len: int, longest: int, name: str = "train") -> DataError:

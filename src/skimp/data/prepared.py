@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -92,17 +91,20 @@ def rows_from_store(
     offsets = store.column("documents")
     documents = np.arange(store.documents) if chosen is None else np.flatnonzero(chosen)
     sources = store.source_of(documents)
-    rules = np.array([data.rule(s["kind"]) for s in store.meta["sources"]])[sources]
+    rules = [data.rule(s["kind"]) for s in store.meta["sources"]]
     parts = []
-    for rule in dict.fromkeys(map(str, rules)):  # sources with one rule share rows; in packing, too
-        of_rule = documents[rules == rule]
-        parts.append(
-            lay_rows(
-                offsets[of_rule], (offsets[1:] - offsets[:-1])[of_rule], data.seq_len, data.packing, rule,
-                sources=store.source_of(of_rule), place=lambda d, of=of_rule: store.place(int(of[d])),
-                trained_before=store.trained_before if store.masked else None, may_be_empty=True,
-            )
+    for rule in dict.fromkeys(rules):  # sources with one rule share rows
+        of_rule = documents[np.isin(sources, [i for i, r in enumerate(rules) if r == rule])]
+
+        def place(document: int, of: np.ndarray = of_rule) -> str:
+            return store.place(int(of[document]))
+
+        part = lay_rows(
+            offsets[of_rule], (offsets[1:] - offsets[:-1])[of_rule], data.seq_len, data.packing, rule,
+            sources=store.source_of(of_rule), place=place,
+            trained_before=store.trained_before if store.masked else None, may_be_empty=True,
         )  # fmt: skip
+        parts.append(part)
     table, counts = join_tables([t for t, _ in parts]), join_counts([c for _, c in parts])
     if not table.rows:
         raise nothing_left(counts, data.seq_len, int(np.diff(offsets)[documents].max(initial=0)), name)
@@ -161,8 +163,8 @@ def _report(
         reused=reused,
         folder=str(store.folder),
         by_source=[
-            _source_counts(source, of)
-            for source, of in itertools.zip_longest(meta["sources"], counts.by_source, fillvalue={})
+            _source_counts(source, counts.by_source[i] if i < len(counts.by_source) else {})
+            for i, source in enumerate(meta["sources"])
         ],
         trained=TRAINED[data.train_on] if store.masked or data.train_on == "all" else "",
     )
