@@ -437,7 +437,7 @@ def test_store_uses_two_bytes_for_small_vocabularies(tokenizer_folder: Path, wri
         ({"validation_tokens": 0}, "data.validation_tokens"),
         ({"encoding": "utf-9"}, "data.encoding"),
         ({"train": []}, "data.train"),
-        ({"streaming": True, "validation": 0.1}, "data.validation=FILE"),
+        ({"streaming": True, "validation_tokens": 100}, "data.validation=0.05"),
         ({"seed": -1}, "data.seed"),
     ],
 )

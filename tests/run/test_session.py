@@ -86,7 +86,7 @@ def test_from_scratch_it_is_the_same_start_from_the_same_seed(recipe: dict[str, 
 # ----------------------------------------------------------------------------------------- checkpoints
 def test_the_newest_are_kept_and_the_best_beside_them(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     held_out = iter([9.0, 5.0, 4.0, 6.0, 7.0, 8.0, 9.0])  # before, steps 1 to 6, after
-    monkeypatch.setattr("skimp.run.session._Beside.evaluate", lambda self: next(held_out, 9.0))
+    monkeypatch.setattr("skimp.run.session._Beside.evaluate", lambda self: {"validation": next(held_out, 9.0)})
     changes = {"checkpoint": {"every": 1, "keep": 2}, "eval": {"every": 1, "keep_best": True, "tokens": 64}}
     outcome = skimp.api.train(merged(recipe, changes))
     assert checkpoints(outcome.folder) == [2, 5, 6]
@@ -97,7 +97,7 @@ def test_the_newest_are_kept_and_the_best_beside_them(recipe: dict[str, Any], mo
 
 def test_early_stop_saves_and_stays_stopped(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     held_out = iter([9.0, 5.0, 6.0, 7.0])
-    monkeypatch.setattr("skimp.run.session._Beside.evaluate", lambda self: next(held_out, 9.0))
+    monkeypatch.setattr("skimp.run.session._Beside.evaluate", lambda self: {"validation": next(held_out, 9.0)})
     recipe = merged(recipe, {"eval": {"every": 1, "tokens": 64, "early_stop": {"patience": 2}}})
     outcome = skimp.api.train(recipe)
     assert (outcome.stopped, outcome.summary["steps"]) == ("early stop", 3)

@@ -23,6 +23,9 @@ FACTS: list[Facts] = [
 
 _PUBLIC = {
     "TextData": "skimp.data.textdata",
+    "TrainSource": "skimp.data.textdata",
+    "Fields": "skimp.data.kinds",
+    "MixedStream": "skimp.data.mixture",
     "prepare": "skimp.data.preparation",
     "PreparedText": "skimp.data.prepared",
     "DataReport": "skimp.data.report",

@@ -16,9 +16,11 @@ from skimp.data.kinds import Rows, Rules, is_plain, kind_of
 from skimp.data.messages import RowError
 from skimp.data.readers import BLOCK, Entry, Text, cut, read_plain, read_records
 from skimp.data.sources import SourceFile
+from skimp.data.split import is_held
 from skimp.data.tokenizer import LoadedTokenizer, with_exact_places
 
 TEXTS_AT_ONCE = 256
+HELD = "held out for validation"
 
 
 @dataclass
@@ -74,6 +76,8 @@ class Encoder:
         encoding: of the files.
         source_of: the source of each file; None: all are of source 0.
         asked: the format asked for each source; None: that of the rules.
+        hold: seed and fraction of the documents held out of a stream for validation, or None.
+        held: give those and no others, instead of leaving them out.
     """
 
     def __init__(
@@ -83,12 +87,16 @@ class Encoder:
         encoding: str,
         source_of: Sequence[int] | None = None,
         asked: Sequence[str] | None = None,
+        hold: dict[str, Any] | None = None,
+        held: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.rules = rules
         self.encoding = encoding
         self.source_of = source_of
         self.asked = asked
+        self.hold = hold
+        self.held = held
         self.by_source: dict[int, Counts] = {}
         self.kinds: dict[int, str] = {}  # what each source turned out to be
         self.names: dict[int, list[str]] = {}  # the fields of its first row
@@ -139,10 +147,18 @@ class Encoder:
         if kind is None:
             return
         if is_plain(file):
-            yield from read_plain(file, self.encoding, entry)
+            for text in read_plain(file, self.encoding, entry):
+                if self._is_held(index, text.row) == self.held:
+                    yield text
+                elif not self.held and text.last:
+                    yield Text(text.row, text.offset, "", dropped=HELD)
             return
         rows = Rows(kind, self.rules, self._chat)
         for record in read_records(file, self.encoding, entry, rows.columns):
+            if self._is_held(index, record.row) != self.held:
+                if not self.held:
+                    yield Text(record.row, record.offset, "", dropped=HELD)
+                continue
             try:
                 text = rows.text_of(record, file)
             except RowError as error:
@@ -150,6 +166,9 @@ class Encoder:
                     raise
                 text = Text(record.row, record.offset, "", dropped=error.reason)
             yield from _blocks(text)
+
+    def _is_held(self, index: int, row: int) -> bool:
+        return self.hold is not None and is_held(self.hold["seed"], index, row, self.hold["fraction"])
 
     def _kind(self, index: int, file: SourceFile) -> str | None:
         """The kind of a file's rows, which must be that of its source; None when it has no row."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from skimp.core.batch import Batch
 from skimp.core.errors import DataError
+from skimp.data.mixture import MixedStream
 from skimp.data.packing import PackingCounts, join_counts, join_tables, lay_rows, nothing_left
 from skimp.data.report import DataReport, SetReport, rule_in_words
 from skimp.data.rows import Rows
@@ -18,46 +19,56 @@ from skimp.data.stream import TokenStream, rows_of
 from skimp.data.streaming import StreamedText
 from skimp.data.textdata import TextData
 
+Stream = TokenStream | StreamedText | MixedStream
+
 
 class PreparedText:
     """What `prepare` returns.
 
     Attributes:
         data: the description it was made from.
-        train: rows of one epoch; None when streaming.
-        validation: rows of the validation set, or None.
+        train: rows of one epoch; None when streaming, and of a mixture.
+        validations: rows of each validation set, by name.
         report: counts of everything, and what was left out.
         tokenizer_size: largest token id + 1.
+        rows_per_epoch: rows that count as one epoch (of a repeating mixture: as many as its sources have together);
+            None when streaming: not known before the first epoch is over.
+        rows_in_all: rows there are and no more, of a mixture that stops; else None.
+        shares: of a stored mixture (name, share, rows) of each source.
+        open_stream: (rows a step, epochs) -> the stream, where it is not a plain one over `train`.
     """
 
     def __init__(
         self,
         data: TextData,
         train: Rows | None,
-        validation: Rows | None,
+        validations: dict[str, Rows],
         report: DataReport,
         identity: dict[str, Any],
-        open_stream: Callable[[int, int | None], StreamedText] | None = None,
+        rows_per_epoch: int | None = None,
     ) -> None:
         self.data = data
         self.train = train
-        self.validation = validation
+        self.validations = validations
         self.report = report
         self.tokenizer_size = report.tokenizer_size
         self.identity = identity
-        self._open_stream = open_stream
+        self.rows_per_epoch = rows_per_epoch if train is None else len(train)
+        self.rows_in_all: int | None = None
+        self.shares: list[tuple[str, float, int]] = []
+        self.open_stream: Callable[[int, int | None], Stream] | None = None
 
     @property
-    def rows_per_epoch(self) -> int | None:
-        """None when streaming: not known before the first epoch is over."""
-        return None if self.train is None else len(self.train)
+    def validation(self) -> Rows | None:
+        """The first validation set, or None."""
+        return next(iter(self.validations.values()), None)
 
     @property
     def tokens_per_epoch(self) -> int | None:
-        """Trained tokens of one epoch; None when streaming."""
-        return None if self.report.train is None else self.report.train.packing.trained_tokens
+        """Trained tokens of one pass over the training text; None when streaming."""
+        return sum(r.packing.trained_tokens for r in self.report.trains) if self.report.trains else None
 
-    def stream(self, batch_tokens: int, epochs: int | None = None) -> TokenStream | StreamedText:
+    def stream(self, batch_tokens: int, epochs: int | None = None) -> Stream:
         """Batches of `batch_tokens / seq_len` rows, a whole optimizer step each.
 
         Raises:
@@ -66,17 +77,20 @@ class PreparedText:
         rows = rows_of(batch_tokens, self.data.seq_len)
         if self.train is not None:
             return TokenStream(self.train, rows, self.data.seed, self.identity, epochs)
-        if self._open_stream is None:
+        if self.open_stream is None:
             raise DataError("a stream of training text", "this text was prepared without any")
-        return self._open_stream(rows, epochs)
+        return self.open_stream(rows, epochs)
 
-    def validation_batches(self, max_tokens: int | None = None, rows: int = 1) -> Iterator[Batch]:
+    def validation_batches(
+        self, max_tokens: int | None = None, rows: int = 1, name: str | None = None
+    ) -> Iterator[Batch]:
         """Batches of at most `rows` rows in file order, the same every time; `max_tokens` positions at most,
-        but one row at least. Nothing when there is no validation set."""
-        if self.validation is None:
+        but one row at least. `name` is the set; None is the first. Nothing when there is no validation set."""
+        chosen = self.validation if name is None else self.validations[name]
+        if chosen is None:
             return iter(())
         limit = None if max_tokens is None else max(1, max_tokens // self.data.seq_len)
-        return self.validation.in_order(rows, limit)
+        return chosen.in_order(rows, limit)
 
 
 def rows_from_store(

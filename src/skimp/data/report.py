@@ -90,24 +90,35 @@ class SetReport:
 
 @dataclass(frozen=True)
 class DataReport:
-    """Everything the data room did. `train` is None when streaming: its counts come with the stream."""
+    """Everything the data room did: a report for each part of the training text (several in a mixture; none when
+    streaming, whose counts come with the stream) and each validation set."""
 
-    train: SetReport | None
-    validation: SetReport | None
+    trains: list[SetReport]
+    validations: list[SetReport]
     tokenizer_size: int
     end_token: int
     begin_token: int | None
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def train(self) -> SetReport | None:
+        """The training text, or the first source of a mixture."""
+        return self.trains[0] if self.trains else None
+
+    @property
+    def validation(self) -> SetReport | None:
+        """The first validation set."""
+        return self.validations[0] if self.validations else None
+
     def lines(self) -> list[str]:
-        out: list[str] = []
-        for part in (self.train, self.validation):
-            out += part.lines() if part is not None else []
-        return out + self.notes
+        return [line for part in (*self.trains, *self.validations) for line in part.lines()] + self.notes
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
+        """Plain JSON types; `by_source` of a set holds what its packing counts have by source."""
+        record: dict[str, Any] = asdict(self)
+        for part in (*record["trains"], *record["validations"]):
+            del part["packing"]["by_source"]
+        return record
 
 
 def _source_line(source: dict[str, Any]) -> str:

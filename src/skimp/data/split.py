@@ -18,6 +18,13 @@ def hash_documents(number: int, seed: int) -> np.ndarray:
     return _mix(start + np.arange(1, number + 1, dtype=np.uint64) * _GOLDEN)
 
 
+def is_held(seed: int, file: int, row: int, fraction: float) -> bool:
+    """Whether a document of a stream is held out: by SplitMix64 of its own place, whatever else there is."""
+    place = np.array([file << 40 | row], np.uint64)
+    start = _mix(np.array([seed % 2**64], np.uint64) + _GOLDEN)
+    return bool(_mix(start + place * _GOLDEN)[0] < np.uint64(fraction * 2**64))
+
+
 def _mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * _MIX[0]
     x = (x ^ (x >> np.uint64(27))) * _MIX[1]

@@ -159,3 +159,9 @@ class TokenStream:
 
     def close(self) -> None:
         """Nothing to end; there for symmetry with a streamed text."""
+
+    def __enter__(self) -> TokenStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

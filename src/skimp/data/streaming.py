@@ -272,7 +272,7 @@ class StreamedText:
         reasons = {**total.left_out, "without a trained token within a row": total.untrained_documents}
         lost = ", ".join(f"{n} {why}" for why, n in reasons.items() if n)
         return DataError(
-            f"data from {', '.join(self.data.sources('train'))}",
+            f"data from {', '.join(dict.fromkeys(f.path for f in self._files[:3]))}",
             f"{total.documents} usable documents, 0 rows of {self.data.seq_len} tokens"
             + (f" ({lost})" if lost else ""),
             "nothing is left to train on",

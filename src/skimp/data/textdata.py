@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
 from typing import Any, Literal, get_args
@@ -12,8 +12,34 @@ from skimp.core.errors import RecipeError, did_you_mean
 from skimp.data.chat import template_text
 from skimp.data.kinds import Fields, Format, Rules, TrainOn
 
+WhenOut = Literal["repeat", "stop"]
 TooLong = Literal["auto", "split", "truncate", "drop", "error"]
 BadRows = Literal["error", "drop"]
+
+
+@dataclass(frozen=True)
+class TrainSource:
+    """One training source with what is said of it alone.
+
+    Attributes:
+        source: a file, folder, glob, Hub dataset or 'pydoc', or several.
+        weight: its share of the rows, beside the other weights; None: it is not mixed but read once an epoch.
+        format: of its rows; None: `TextData.format`.
+        name: what it is called in counts; None: the source.
+    """
+
+    source: str | Sequence[str]
+    weight: float | None = None
+    format: Format | None = None
+    name: str | None = None
+
+    @property
+    def sources(self) -> list[str]:
+        return [self.source] if isinstance(self.source, str) else list(self.source)
+
+    @property
+    def label(self) -> str:
+        return self.name or ", ".join(self.sources)
 
 
 @dataclass(frozen=True)
@@ -24,12 +50,15 @@ class TextData:
         train: a file (`.jsonl`, `.json`, `.parquet`, `.csv`, `.tsv`, `.txt`; each also `.gz` or `.zst`), a folder
             or a glob of these, a Hub dataset `owner/name[:config][@revision][#split]` (or `hub:name`), `pydoc`
             (the Python language reference that ships with Python), or a list of these. Its place in the list
-            is the source id.
+            is the source id. An entry may be a `TrainSource`; with weights, the sources are mixed row by row in
+            these shares instead of each row coming once an epoch.
         seq_len: tokens in a row, at least 2.
-        validation: a source like `train`; or a fraction between 0 and 1 of the training documents, chosen by
-            a hash of (seed, document); or None.
+        when_out: of a mixture, when one source has given all its rows: `repeat` begins it anew in another order,
+            `stop` ends the text.
+        validation: a source like `train`; or several sets, name -> source; or a fraction between 0 and 1 of the
+            training documents, chosen by a hash of (seed, document); or None.
         validation_tokens: at most so many validation tokens (but one document at least), taken in the same
-            hashed order: of the fraction, of the validation source, or, alone, of the training documents.
+            hashed order: of the fraction, of each validation set, or, alone, of the training documents.
         packing: rows filled with several documents (True) or one document, or piece of one, per row (False).
         too_long: what happens to a document longer than a row. `auto` is `split` for text and `truncate` for
             answers and conversations, which must keep their beginning. `split`: documents are laid end to
@@ -51,9 +80,9 @@ class TextData:
         window_rows: rows in a shuffling window when streaming.
     """
 
-    train: str | Sequence[str]
+    train: str | Sequence[str | TrainSource]
     seq_len: int
-    validation: str | Sequence[str] | float | None = None
+    validation: str | Sequence[str] | Mapping[str, str | Sequence[str]] | float | None = None
     validation_tokens: int | None = None
     packing: bool = True
     too_long: TooLong = "auto"
@@ -67,9 +96,14 @@ class TextData:
     seed: int = 0
     streaming: bool = False
     window_rows: int = 256
+    when_out: WhenOut = "repeat"
 
     def __post_init__(self) -> None:
-        _names("data.train", self.train)
+        entries = [self.train] if isinstance(self.train, (str, TrainSource)) else self.train
+        names = [e.source if isinstance(e, TrainSource) else e for e in entries]
+        for name in names or [()]:
+            _names("data.train", name)
+        _check_weights([e if isinstance(e, TrainSource) else TrainSource(e) for e in entries])
         _whole("data.seq_len", self.seq_len, 2, "a row of one token has nothing to predict")
         _whole("data.seed", self.seed, 0)
         _whole("data.window_rows", self.window_rows, 1)
@@ -78,6 +112,7 @@ class TextData:
             ("format", Format, "a kind of row"),
             ("train_on", TrainOn, "what of a row is trained"),
             ("bad_rows", BadRows, "a rule for malformed rows"),
+            ("when_out", WhenOut, "a rule for a source that has given all"),
         ):
             value = getattr(self, key)
             if value not in get_args(kinds):
@@ -105,15 +140,23 @@ class TextData:
                     if type(self.validation) is int and self.validation > 1
                     else "data.validation=0.05",
                 )
+        elif isinstance(self.validation, Mapping):
+            for name, source in self.validation.items():
+                if name == "train" or not isinstance(name, str) or not name:
+                    raise RecipeError("data.validation: a name for each set, other than train", repr(name))
+                _names(f"data.validation.{name}", source)
+            if not self.validation:
+                raise RecipeError("data.validation: sets by name", "none", instead="data.validation=null for none")
         elif self.validation is not None:
             _names("data.validation", self.validation)
-        if self.streaming and self.held_out:
+        if self.streaming and self.held_out and not isinstance(self.validation, float):
             raise RecipeError(
-                "data.streaming: true with validation documents held out of the training text",
+                "data.streaming: true with a number of validation tokens held out of the training text",
                 "no end of the stream is known before it has been read",
-                "which documents a fraction or a count takes is settled over all of them",
-                ["data.validation=FILE, a source of its own, or null for none", "data.streaming=false"],
-            )
+                "which documents a count takes is settled over all of them",
+                ["data.validation=0.05, a fraction: then each document is told by its own hash",
+                 "data.validation=FILE, a source of its own", "data.streaming=false"],
+            )  # fmt: skip
         if self.validation_tokens is not None:
             _whole("data.validation_tokens", self.validation_tokens, 1)
 
@@ -140,12 +183,27 @@ class TextData:
             return self.validation_tokens is not None
         return isinstance(self.validation, float)
 
-    def sources(self, which: Literal["train", "validation"]) -> list[str]:
-        """The source names of one set; empty when it has none of its own."""
-        value = self.train if which == "train" else self.validation
+    @property
+    def parts(self) -> list[list[TrainSource]]:
+        """The training sources that are laid into rows together: all, or each of a mixture on its own."""
+        listed = [self.train] if isinstance(self.train, (str, TrainSource)) else self.train
+        entries = [e if isinstance(e, TrainSource) else TrainSource(e) for e in listed]
+        return [[e] for e in entries] if entries[0].weight is not None else [entries]
+
+    @property
+    def weights(self) -> list[float] | None:
+        """The share of each source of a mixture; they sum to 1. None without weights."""
+        given = [e.weight for part in self.parts for e in part if e.weight is not None]
+        return [w / sum(given) for w in given] or None
+
+    @property
+    def validation_sets(self) -> dict[str, list[str]]:
+        """The sources of each validation set that has its own."""
+        value = self.validation
         if value is None or isinstance(value, float):
-            return []
-        return [value] if isinstance(value, str) else list(value)
+            return {}
+        sets = value if isinstance(value, Mapping) else {"validation": value}
+        return {name: [s] if isinstance(s, str) else list(s) for name, s in sets.items()}
 
 
 def _names(key: str, value: Any) -> None:
@@ -159,3 +217,23 @@ def _names(key: str, value: Any) -> None:
 def _whole(key: str, value: Any, least: int, why: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise RecipeError(f"{key}: a whole number, at least {least}", repr(value), why)
+
+
+def _check_weights(entries: Sequence[TrainSource]) -> None:
+    weighed = [e for e in entries if e.weight is not None]
+    for entry in weighed:
+        if isinstance(entry.weight, bool) or not isinstance(entry.weight, (int, float)) or not entry.weight > 0:
+            raise RecipeError(f"data.train: the weight of {entry.label}, above 0", repr(entry.weight))
+    if weighed and len(weighed) != len(entries):
+        bare = next(e for e in entries if e.weight is None)
+        raise RecipeError(
+            "data.train: a weight for every source, or for none",
+            f"none for {bare.label}",
+            "the shares of a mixture are those of all its rows",
+            "give it a weight, or take the others away: then each row comes once an epoch",
+        )
+    labels = [e.label for e in weighed]
+    if twice := sorted({n for n in labels if labels.count(n) > 1}):
+        raise RecipeError(
+            "data.train: a name for each source of a mixture", f"{', '.join(twice)} twice", instead="name: …"
+        )

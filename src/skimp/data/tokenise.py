@@ -57,7 +57,8 @@ def _write(store: dict[str, Any], job: dict[str, Any], tokenizer: LoadedTokenize
     sources = [Source.from_dict(s) for s in store["sources"]]
     files = [file for source in sources for file in source.files]
     source_of = [i for i, source in enumerate(sources) for _ in source.files]
-    encoder = Encoder(tokenizer, _rules(job), job["encoding"], source_of, [s.format for s in sources])
+    encoder = Encoder(tokenizer, _rules(job), job["encoding"], source_of, [s.format for s in sources],
+                      store.get("hold"), held=store.get("hold") is not None)  # fmt: skip
     encoder.look(files)
     firsts: dict[int, int] = {}
     said = 0.0
@@ -71,6 +72,8 @@ def _write(store: dict[str, Any], job: dict[str, Any], tokenizer: LoadedTokenize
                     writer.add(piece.tokens, piece.trained)
                 if piece.last and not piece.dropped:
                     writer.end_document(piece.row, piece.digest)
+                    if store.get("hold") and writer.tokens >= store["hold"]["tokens"]:
+                        break
                 if time.monotonic() - said > 1:
                     said = time.monotonic()
                     counts = encoder.counts
@@ -139,7 +142,8 @@ def _nothing(name: str, sources: list[Source], encoder: Encoder) -> DataError:
 def _stream(job: dict[str, Any], tokenizer: LoadedTokenizer, out: IO[bytes]) -> None:
     stream = job["stream"]
     files = [SourceFile(**f) for f in stream["files"]]
-    encoder = Encoder(tokenizer, _rules(job), job["encoding"], stream.get("source_of"), stream.get("formats"))
+    encoder = Encoder(tokenizer, _rules(job), job["encoding"], stream.get("source_of"), stream.get("formats"),
+                      job.get("hold"))  # fmt: skip
     kinds = encoder.look(files)
     names = [encoder.names.get(i, []) for i in range(len(kinds))]
     pipe.send_json(out, {"event": "tokenizer", **tokenizer.facts(), "kinds": kinds, "names": names})

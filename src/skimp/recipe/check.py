@@ -19,6 +19,7 @@ def contradictions(recipe: Recipe) -> list[Problem]:
     """Every contradiction in a recipe whose single keys are valid."""
     return [
         *_length(recipe),
+        *_mixture(recipe),
         *_schedule(recipe),
         *_evaluation(recipe),
         *_places(recipe),
@@ -48,6 +49,28 @@ def _length(recipe: Recipe) -> Iterator[Problem]:
             f"train.batch_tokens {train.batch_tokens}, data.seq_len {seq_len}",
             "a step is a whole number of rows of seq_len tokens",
             (f"train.batch_tokens {near}",),
+        )
+
+
+def _mixture(recipe: Recipe) -> Iterator[Problem]:
+    entries = recipe.data.train
+    weights = [None if isinstance(e, str) else e.weight for e in entries]
+    bare = [i for i, w in enumerate(weights) if w is None]
+    if len(bare) not in (0, len(entries)):
+        yield Problem(
+            f"data.train.{bare[0]}.weight",
+            "a weight for every source, or for none",
+            "none here, one elsewhere",
+            "the shares of a mixture are those of all its rows",
+            ("give it a weight", "take the others away: then each row comes once an epoch"),
+        )
+    if len(bare) == len(entries) and recipe.data.when_out != "repeat":
+        yield Problem(
+            "data.when_out",
+            "repeat, when the sources have no weights",
+            recipe.data.when_out,
+            "without shares every row comes once an epoch, and no source runs out before another",
+            ("data.when_out=repeat", "a weight for each source"),
         )
 
 
@@ -99,6 +122,16 @@ def _evaluation(recipe: Recipe) -> Iterator[Problem]:
             "data.validation null and an eval section",
             "there is no held-out text to evaluate on",
             ("data.validation=0.05", "eval=null"),
+        )
+    sets = recipe.data.validation
+    if ev.watch is not None and not (isinstance(sets, dict) and ev.watch in sets):
+        named = list(sets) if isinstance(sets, dict) else []
+        yield Problem(
+            "eval.watch",
+            "the name of a validation set",
+            f"'{ev.watch}'",
+            f"the sets are {', '.join(named)}" if named else "data.validation names none",
+            tuple(f"eval.watch={name}" for name in named) or ("eval.watch=null: the only set",),
         )
     for key, wanted in (("keep_best", ev.keep_best), ("early_stop", ev.early_stop is not None)):
         if wanted and ev.every is None:

@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator
 from pydantic_core import PydanticCustomError
 
-from skimp.recipe.fields import Flag, Section, Whole, Words, number, refuse
+from skimp.recipe.fields import Flag, Number, Section, Whole, Words, number, refuse
+
+Format = Literal["auto", "text", "prompt", "messages", "preference"]
 
 
 def _sources(value: Any) -> Any:
@@ -19,16 +21,36 @@ def _sources(value: Any) -> Any:
     return tuple(listed)
 
 
+def _entries(value: Any) -> Any:
+    """Sources, each a name or a mapping that says more of it."""
+    listed = [value] if isinstance(value, (str, dict, TrainSource)) else value
+    good = isinstance(listed, (list, tuple)) and listed
+    if not good or not all((isinstance(s, str) and s) or isinstance(s, (dict, TrainSource)) for s in listed):
+        raise refuse(
+            "a file, folder, glob, Hub data set or 'pydoc', or a list of these, or of {source, weight}",
+            "write train: my.jsonl",
+        )
+    return tuple(listed)
+
+
 def _validation(value: Any) -> Any:
-    """A fraction in (0, 1), a source, or None."""
+    """A fraction in (0, 1), a source, sources by name, or None."""
     if value is None:
         return None
+    if isinstance(value, dict):
+        if not value or not all(isinstance(name, str) and name and name != "train" for name in value):
+            raise refuse(
+                "names of sets (other than train), each with its source", "write validation: {code: code.jsonl}"
+            )
+        return {name: _sources(source) for name, source in value.items()}
     try:
         fraction = number(value)
     except PydanticCustomError:
         if isinstance(value, str) and value:
             return value
-        raise refuse("a fraction between 0 and 1, a source, or null", "write validation: 0.05") from None
+        raise refuse(
+            "a fraction between 0 and 1, a source, sources by name, or null", "write validation: 0.05"
+        ) from None
     if not 0 < fraction < 1:
         raise refuse(
             "a fraction between 0 and 1, a source, or null",
@@ -37,11 +59,19 @@ def _validation(value: Any) -> Any:
     return fraction
 
 
-Sources = Annotated[
-    tuple[str, ...],
-    BeforeValidator(_sources),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}),
-]
+_STRINGS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
+Sources = Annotated[tuple[str, ...], BeforeValidator(_sources), WithJsonSchema(_STRINGS)]
+
+
+class TrainSource(Section):
+    """One training source, with what is said of it alone."""
+
+    source: Sources = Field(description="A file, folder, glob, Hub data set or pydoc, or a list of these.")
+    weight: Number | None = Field(
+        default=None, gt=0, description="Its share of the rows beside the other weights; null: read once an epoch."
+    )
+    format: Format | None = Field(default=None, description="Of its rows; null: data.format.")
+    name: Words | None = Field(default=None, min_length=1, description="What counts call it; null: the source.")
 
 
 class Fields(Section):
@@ -58,17 +88,32 @@ class Fields(Section):
 class Data(Section):
     """The text of the run, from files to packed rows."""
 
-    train: Sources = Field(
+    train: Annotated[tuple[str | TrainSource, ...], BeforeValidator(_entries)] = Field(
         description="Training text: .jsonl, .json, .parquet, .csv, .tsv or .txt files (each also .gz or .zst), "
-        "folders, globs, a Hub data set, or pydoc (the Python language reference). One source or a list."
+        "folders, globs, a Hub data set, or pydoc (the Python language reference). One source or a list; an "
+        "entry may be {source, weight, format, name}, and with weights the sources are mixed in these shares."
+    )
+    when_out: Literal["repeat", "stop"] = Field(
+        default="repeat",
+        description="A source of a mixture that has given all its rows begins anew, or ends the run.",
     )
     validation: Annotated[
-        float | str | None,
+        float | str | dict[str, tuple[str, ...]] | None,
         BeforeValidator(_validation),
-        WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}, {"type": "null"}]}),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"type": "number"},
+                    {"type": "string"},
+                    {"type": "object", "additionalProperties": _STRINGS, "minProperties": 1},
+                    {"type": "null"},
+                ]
+            }
+        ),
     ] = Field(
         default=0.05,
-        description="Held-out text: a fraction of the training documents, a source of its own, or null for none.",
+        description="Held-out text: a fraction of the training documents, a source of its own, several by name "
+        "({code: code.jsonl, chat: chat.jsonl}), or null for none.",
     )
     validation_tokens: Whole | None = Field(
         default=None, ge=1, description="Hold out at most this many tokens; null keeps the whole split."
@@ -80,7 +125,7 @@ class Data(Section):
         "restarting; "
         "false puts one document in a row and pads it.",
     )
-    format: Literal["auto", "text", "prompt", "messages", "preference"] = Field(
+    format: Format = Field(
         default="auto",
         description="What a row is: text; a prompt and its completion; messages, rendered by the chat template; "
         "preference pairs, which are checked and not trained on yet. auto tells by the fields of a source's first row.",

@@ -25,6 +25,11 @@ class Eval(Section):
     at_end: Flag = Field(default=True, description="Evaluate after the last step.")
     every: Whole | None = Field(default=None, ge=1, description="Evaluate every so many steps; null does not.")
     tokens: Whole = Field(default=4096, ge=1, description="Held-out tokens scored by one evaluation, at most.")
+    watch: Words | None = Field(
+        default=None,
+        min_length=1,
+        description="The validation set whose loss decides the best state and the early stop; null: the first.",
+    )
     keep_best: Flag = Field(
         default=False, description="Keep the checkpoint with the lowest held-out loss; needs `every`."
     )

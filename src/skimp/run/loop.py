@@ -41,6 +41,7 @@ class State:
     evals_without_gain: int = 0
     eval_before: float | None = None
     eval_after: float | None = None
+    eval_losses: dict[str, dict[str, float]] = field(default_factory=dict)
     measured_peak: int = 0
     stopped: str = ""
     recent: list[float] = field(default_factory=list)
@@ -59,7 +60,7 @@ class Loop:
         schedule: learning rate of every step.
         folder: the claimed run folder.
         saver: writes checkpoints.
-        evaluate: held-out loss now, or None without validation.
+        evaluate: held-out loss of each validation set now, or None without validation.
         show: called after every step.
         state: where to begin.
     """
@@ -71,7 +72,7 @@ class Loop:
         schedule: Schedule,
         folder: RunFolder,
         saver: Saver,
-        evaluate: Callable[[], float] | None = None,
+        evaluate: Callable[[], dict[str, float]] | None = None,
         show: Callable[[Progress], None] | None = None,
         state: State | None = None,
     ) -> None:
@@ -192,9 +193,10 @@ class Loop:
         if self.evaluate is None or rule is None:
             return
         self.folder.vitals.beat("evaluate", state.step)
-        loss, early = self.evaluate(), rule.early_stop
+        losses, early = self.evaluate(), rule.early_stop
+        loss = watched(losses, rule.watch)
         gain = state.best_eval is None or loss < state.best_eval - (early.min_delta if early else 0.0)
-        append_jsonl(self.folder.evals, {"step": state.step, "eval_loss": loss, "best": gain})
+        append_jsonl(self.folder.evals, {"step": state.step, "eval_loss": loss, "eval_losses": losses, "best": gain})
         if gain:
             state.best_eval, state.evals_without_gain = loss, 0
             if rule.keep_best:
@@ -210,6 +212,11 @@ class Loop:
             self.folder.vitals.beat("save", self.state.step)
             stop.last_checkpoint = self.saver.save(self, best)
             self._saved = self.state.step
+
+
+def watched(losses: dict[str, float], name: str | None) -> float:
+    """The held-out loss that decides the best state and the early stop: that of `name`, or of the first set."""
+    return losses[name] if name is not None else next(iter(losses.values()))
 
 
 def _due(every: int | None, step: int) -> bool:

@@ -6,14 +6,15 @@ a loaded model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from skimp.core.errors import DataError, ModelError
 from skimp.core.schedule import Schedule
-from skimp.data import PreparedText, TextData, prepare
+from skimp.data import MixedStream, PreparedText, StreamedText, TextData, prepare
 from skimp.data.kinds import Fields
+from skimp.data.textdata import TrainSource
 from skimp.data.vocabulary import check_vocabulary
 from skimp.run.sample import in_child
 from skimp.run.voice import Voice
@@ -55,12 +56,14 @@ def prepare_text(recipe: Any, config: dict[str, Any], tokenizer: Path, voice: Vo
     prepared = prepare(data, tokenizer, vocabulary=config["vocab_size"], progress=voice.reading)
     for line in prepared.report.lines():
         voice.say(line)
-    if recipe.eval is not None and prepared.validation is None:
+    if recipe.eval is not None and not prepared.validations:
         raise DataError("eval: held-out text", "no validation set", instead=["data.validation=0.05", "eval=null"])
-    schedule = make_schedule(recipe, prepared.rows_per_epoch)
+    schedule = make_schedule(recipe, prepared.rows_per_epoch, prepared.rows_in_all)
     if recipe.train.epochs is not None:
         rows = recipe.rows_per_step
         voice.say(f"{recipe.train.epochs:g} epochs are {schedule.steps} optimizer steps of {rows} rows")
+    for line in _shares(recipe, prepared, schedule):
+        voice.say(line)
     if isinstance(recipe.train.warmup, int) and schedule.warmup_steps < recipe.train.warmup:
         voice.say(f"train.warmup {recipe.train.warmup}: {schedule.warmup_steps}, so that the run reaches its lr")
     return Text(prepared, schedule, prompt, tokenizer)
@@ -77,7 +80,8 @@ def text_data(recipe: Any) -> TextData:
             ["data.validation=0.05", "data.validation_tokens=null"],
         )
     return TextData(
-        train=list(data.train),
+        train=[e if isinstance(e, str) else TrainSource(**e.model_dump()) for e in data.train],
+        when_out=data.when_out,
         seq_len=data.seq_len,
         validation=data.validation,
         validation_tokens=data.validation_tokens,
@@ -95,10 +99,11 @@ def text_data(recipe: Any) -> TextData:
     )
 
 
-def make_schedule(recipe: Any, rows_per_epoch: int | None) -> Schedule:
+def make_schedule(recipe: Any, rows_per_epoch: int | None, rows_in_all: int | None = None) -> Schedule:
     """The learning-rate schedule over the run's optimizer steps.
 
-    `epochs` are counted in whole steps: the rows of a last, smaller step are left out.
+    `epochs` are counted in whole steps: the rows of a last, smaller step are left out. A text that has `rows_in_all`
+    and no more ends the run, so its last step is the schedule's.
     """
     train = recipe.train
     steps = train.steps
@@ -106,6 +111,14 @@ def make_schedule(recipe: Any, rows_per_epoch: int | None) -> Schedule:
         if rows_per_epoch is None:
             raise _unknown_length()
         steps = max(1, int(train.epochs * rows_per_epoch // recipe.rows_per_step))
+    if rows_in_all is not None:
+        steps = min(steps, rows_in_all // recipe.rows_per_step)
+        if steps == 0:
+            raise DataError(
+                "data.when_out=stop: rows for one optimizer step at least",
+                f"{rows_in_all} rows until a source runs out, and {recipe.rows_per_step} in a step",
+                instead=["data.when_out=repeat", f"train.batch_tokens={recipe.data.seq_len}"],
+            )
     warmup = train.warmup
     if isinstance(warmup, int) and warmup >= steps:
         warmup = max(0, steps - 1)  # a shortened run (three steps of the quickstart) still reaches its rate
@@ -117,6 +130,19 @@ def make_schedule(recipe: Any, rows_per_epoch: int | None) -> Schedule:
         train.min_lr,
         train.decay if train.decay is not None else 0.2,
     )
+
+
+def _shares(recipe: Any, prepared: PreparedText, schedule: Schedule) -> list[str]:
+    """How often each source of a mixture is gone through in this run."""
+    rows = schedule.steps * recipe.rows_per_step
+    lines = [
+        f"mixture: {share:.1%} of the rows from {name}, {share * rows:,.0f} in {schedule.steps} steps: "
+        f"its {has:,} rows {share * rows / has:.2f} times over"
+        for name, share, has in prepared.shares
+    ]
+    if prepared.rows_in_all is not None and recipe.train.steps is not None and schedule.steps < recipe.train.steps:
+        lines.append(f"data.when_out=stop: {schedule.steps} of {recipe.train.steps} steps, then a source runs out")
+    return lines
 
 
 def _check_length_known(recipe: Any) -> None:
@@ -153,4 +179,14 @@ def _prompt(recipe: Any, config: dict[str, Any], tokenizer: Path) -> dict[str, A
             if limit > len(found["ids"])
             else "a shorter sample.prompt",
         )
+    return found
+
+
+def given(stream: Any) -> dict[str, Any]:
+    """What the stream gave up to now: steps, trained tokens, rows by source of a mixture, counts of a streamed text."""
+    found: dict[str, Any] = {"steps": stream.steps, "trained_tokens": stream.trained_tokens}
+    if isinstance(stream, MixedStream):
+        found["sources"] = stream.given()
+    if isinstance(stream, (MixedStream, StreamedText)):
+        found["read"] = asdict(stream.total())
     return found

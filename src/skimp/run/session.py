@@ -25,8 +25,8 @@ from skimp.run.build import Run, build
 from skimp.run.durable import write_json
 from skimp.run.environment import environment
 from skimp.run.folder import RunFolder, append_jsonl, begun, claim, truncate_jsonl
-from skimp.run.loop import Loop, State
-from skimp.run.prepare import Text
+from skimp.run.loop import Loop, State, watched
+from skimp.run.prepare import Text, given
 from skimp.run.sample import greedy, in_child
 from skimp.run.saving import (
     Saver,
@@ -193,6 +193,7 @@ def train(
                 folder.vitals.beat("evaluate", state.step)
                 beside.after()
         summary = summarise(run, plan, state, stopped, time.perf_counter() - started)
+        summary["data"] = {**text.prepared.report.as_dict(), "given": given(stream)}
         if state.step > 0:
             write_json(folder.path / "summary.json", summary)
     folder.vitals.ended(stopped)
@@ -216,30 +217,40 @@ class _Beside:
     state: State
     folder: RunFolder
 
-    def evaluate(self) -> float:
-        batches = self.text.prepared.validation_batches(self.recipe.eval.tokens)
-        loss, accuracy, tokens = self.run.evaluate(batches)
-        self.voice.say(f"held-out loss {loss:.4f} (token accuracy {accuracy:.1%}) on {tokens:,} tokens")
-        return loss
+    def evaluate(self) -> dict[str, float]:
+        losses = {}
+        sets = self.text.prepared.validations
+        for name in sets:
+            batches = self.text.prepared.validation_batches(self.recipe.eval.tokens, name=name)
+            loss, accuracy, tokens = self.run.evaluate(batches)
+            of = f" of {name}" if len(sets) > 1 else ""
+            self.voice.say(f"held-out loss{of} {loss:.4f} (token accuracy {accuracy:.1%}) on {tokens:,} tokens")
+            losses[name] = loss
+        return losses
+
+    def _record(self, when: str) -> float:
+        losses = self.evaluate()
+        self.state.eval_losses[when] = losses
+        return watched(losses, self.recipe.eval.watch)
 
     def before(self, stop: StopRequest) -> None:
         if self.recipe.eval is not None and self.recipe.eval.at_start and not stop.requested:
-            self.state.eval_before = self.evaluate()
-            append_jsonl(self.folder.evals, {"step": 0, "eval_loss": self.state.eval_before, "best": False})
+            self.state.eval_before = self._record("before")
+            self._append(0, self.state.eval_before, self.state.eval_losses["before"])
         if self.text.prompt is not None and not stop.requested:
             self.state.samples["before"] = self._sample("before")
 
     def after(self) -> None:
         if self.recipe.eval is not None and self.recipe.eval.at_end:
-            self.state.eval_after = self.evaluate()
+            self.state.eval_after = self._record("after")
             every = self.recipe.eval.every
             if every is None or self.state.step % every:  # else it is there already
-                append_jsonl(
-                    self.folder.evals,
-                    {"step": self.state.step, "eval_loss": self.state.eval_after, "best": False},
-                )
+                self._append(self.state.step, self.state.eval_after, self.state.eval_losses["after"])
         if self.text.prompt is not None:
             self.state.samples["after"] = self._sample("after")
+
+    def _append(self, step: int, loss: float, losses: dict[str, float]) -> None:
+        append_jsonl(self.folder.evals, {"step": step, "eval_loss": loss, "eval_losses": losses, "best": False})
 
     def _sample(self, when: str) -> str:
         prompt = self.text.prompt
@@ -265,6 +276,7 @@ def summarise(run: Run, plan: Any, state: State, stopped: str, wall: float) -> d
         "loss_last": state.loss_last,
         "eval_loss_before": state.eval_before,
         "eval_loss_after": state.eval_after,
+        "eval_losses": state.eval_losses,
         "steps": state.step,
         "stopped": stopped,
         "wall_seconds": wall,
