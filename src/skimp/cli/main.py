@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from skimp.cli import doctor, export, generate, methods, plan, report, schema, train
+from skimp.cli import completion, doctor, export, generate, methods, plan, report, schema, train
 from skimp.cli import eval as evaluate
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command("report")(report.command)
 app.command("methods")(methods.command)
 app.command("doctor")(doctor.command)
 app.command("schema")(schema.command)
+app.command("completion")(completion.command)
 
 
 def main() -> None:
@@ -42,7 +43,11 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        app()
+        parser = typer.main.get_command(app)
+        for parameter in parser.params:
+            if parameter.name in ("install_completion", "show_completion"):
+                parameter.hidden = True  # type: ignore[attr-defined]  # `skimp completion` has the scripts that know `=`
+        parser(prog_name="skimp")
     except SkimpError as error:
         print(f"skimp: {error.message()}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -8,17 +8,31 @@ from typing import Annotated, Any
 
 import typer
 
+from skimp.cli import complete
+
 
 def command(
-    recipe: Annotated[str | None, typer.Argument(help="A recipe file; leave out with --model.")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value overrides of any recipe key.")] = None,
-    model: Annotated[str | None, typer.Option(help="Preset, Hub id, folder, config.json or GGUF.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="Plan for this card: 24GB, rtx-4090, …")] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Argument(help="A recipe file; leave out with --model.", autocompletion=complete.recipe_or_override),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="key=value overrides of any recipe key.", autocompletion=complete.overrides),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Preset, Hub id, folder, config.json or GGUF.", autocompletion=complete.models)
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Plan for this card: 24GB, rtx-4090, …", autocompletion=complete.cards)
+    ] = None,
     memory: Annotated[str | None, typer.Option(help="Most memory on the computing device, such as 10GB.")] = None,
     seq: Annotated[int | None, typer.Option(help="Sequence length (data.seq_len).")] = None,
     batch: Annotated[int | None, typer.Option(help="Rows in one optimizer step.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="Update rule.")] = None,
-    precision: Annotated[str | None, typer.Option(help="fp32, bf16-mixed or bf16.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="Update rule.", autocompletion=complete.update_rules)] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="fp32, bf16-mixed or bf16.", autocompletion=complete.precisions)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Simulate the run and choose the exact techniques that fit. Exit code 0: fits, 3: not, 2: bad input."""

@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from skimp.cli.complete import run_folders
+
 
 def command(
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    run: Annotated[Path, typer.Argument(help="A run's folder.", autocompletion=run_folders)],
 ) -> None:
     """Draw report.html and memory.png from the files in a run's folder."""
     from skimp.report.make import make

@@ -9,10 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
+from skimp.cli import complete
+
 
 def command(
-    recipe: Annotated[str, typer.Argument(help="A recipe file, or a run's folder with --resume.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value overrides of any recipe key.")] = None,
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe file, or a run's folder with --resume.", autocompletion=complete.recipes)
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="key=value overrides of any recipe key.", autocompletion=complete.overrides),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest complete checkpoint.")] = False,
     budget: Annotated[str | None, typer.Option(help="Most memory, such as 2GB (short for budget=2GB).")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps (short for train.steps=N).")] = None,
