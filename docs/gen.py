@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from skimp.core.registry import Facts, methods
+from skimp.core.source import docstring
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -67,8 +68,9 @@ def methods_index(known: Mapping[str, Facts]) -> str:
         "# Methods",
         "",
         "**Exact** methods leave the mathematics of a run alone; the planner may choose them freely. "
-        "**Approximate** ones change it; only you choose them. `skimp methods` prints this list, "
-        "`skimp methods --json` gives it to a program.",
+        "**Approximate** ones change it; only you choose them. `skimp methods` prints this list "
+        "(`--attacks`, `--kind`, `--stage`, `--exact`, `--approximate` and any words narrow it), "
+        "`skimp methods NAME` one of these pages, `--json` either of them for a program.",
     ]
     for kind in sorted({facts.kind for facts in known.values()}):
         lines += ["", f"## {kind[0].upper()}{kind[1:]}", "", "| method | what it does | attacks | exact |"]
@@ -138,6 +140,8 @@ def method_page(facts: Facts, known: Mapping[str, Facts]) -> str:
         lines += [f"| {link(n, known)} | {cell(c.reason)} | {cell(c.instead)} |" for n, c in sorted(against.items())]
     else:
         lines.append("Every other method.")
+    if facts.snippet:
+        lines += ["", "## In a recipe", "", "```yaml", facts.snippet, "```"]
     lines += ["", "## From Python", "", "```python", import_line(facts.where), "```"]
     about = docstring(facts.where)
     if about:
@@ -153,17 +157,6 @@ def paper(facts: Facts) -> str:
         return str(facts.paper)
     url = facts.paper.arxiv if "://" in facts.paper.arxiv else f"https://arxiv.org/abs/{facts.paper.arxiv}"
     return f"[{facts.paper.title}]({url}), {facts.paper.year}"
-
-
-def docstring(where: str) -> str:
-    """The docstring of the module that holds a method, read from its source, so that none is imported."""
-    import ast
-    from importlib.util import find_spec
-
-    spec = find_spec(where.partition(":")[0])
-    if spec is None or spec.origin is None:
-        return ""
-    return ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
 
 
 def import_line(where: str) -> str:

@@ -17,6 +17,7 @@ FACTS: list[Facts] = [
         exact=True,
         saves="all of a block's kept activations but its input, for one more forward of that block",
         paper=Paper("Training Deep Nets with Sublinear Memory Cost", 2016, "1604.06174"),
+        recipe="exact: {recompute: all}",
     )
 ]
 

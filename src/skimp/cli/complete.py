@@ -73,6 +73,21 @@ def precisions(incomplete: str) -> Iterator[Offer]:
     yield from _values("precision", incomplete)
 
 
+def attacked(incomplete: str) -> Iterator[Offer]:
+    """Categories of memory that some method shrinks."""
+    yield from _matching(incomplete, ((value, "") for value in facts_of("attacks")))
+
+
+def kinds(incomplete: str) -> Iterator[Offer]:
+    """Kinds of methods."""
+    yield from _matching(incomplete, ((value, "") for value in facts_of("kind")))
+
+
+def stages(incomplete: str) -> Iterator[Offer]:
+    """Stages of a model's life that some method is for."""
+    yield from _matching(incomplete, ((value, "") for value in facts_of("stages")))
+
+
 def facts_of(attribute: str) -> list[str]:
     """Every value an attribute of the methods takes: what `--attacks`, `--kind` and `--stage` accept."""
     from skimp.core.registry import methods

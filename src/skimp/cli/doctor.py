@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -91,13 +91,13 @@ def show_findings(findings: list[Finding]) -> None:
     """One line a finding, under its group; what mends it below."""
     from rich.text import Text
 
-    from skimp.cli.console import console
+    from skimp.cli.console import console, grid
 
     screen = console()
     longest = max(len(f.name) for f in findings)
     for group in dict.fromkeys(f.group for f in findings):
         screen.print(Text(group, "bold"))
-        rows = _grid(screen.width, longest)
+        rows = grid(screen.width, longest)
         for f in findings:
             if f.group == group:
                 mark, colour = MARKS[f.state]
@@ -116,7 +116,7 @@ def show_autopsy(found: Autopsy) -> None:
     """What happened, what is kept, what to change, how to go on."""
     from rich.text import Text
 
-    from skimp.cli.console import console
+    from skimp.cli.console import console, grid
 
     screen, seen = console(), found.seen
     of = f", step {seen.step}{f' of {seen.steps}' if seen.steps else ''}" if seen.step else ""
@@ -133,22 +133,10 @@ def show_autopsy(found: Autopsy) -> None:
     for title, lines in parts:
         if lines:
             screen.print(Text(title, "bold"))
-            rows = _grid(screen.width)
+            rows = grid(screen.width)
             for line in lines:
                 rows.add_row("  ·", line)
             screen.print(rows)
     if found.command:
         screen.print(Text("to train further" if found.verdict.kind == "finished" else "go on with", "bold"))
         screen.print(Text(f"  {found.command}", "cyan"), soft_wrap=True)
-
-
-def _grid(width: int, name: int = 0) -> Any:
-    """Rows of a mark, a name where one is wanted, and text that wraps."""
-    from rich.table import Table
-
-    made = Table(box=None, show_header=False, pad_edge=False)
-    made.add_column(width=3, no_wrap=True)
-    if name:
-        made.add_column(width=name, no_wrap=True)
-    made.add_column(max_width=width - 5 - (name + 2 if name else 0))
-    return made

@@ -29,6 +29,9 @@ Kind = Literal[
 ]
 Attacks = Literal["weights", "gradients", "optimizer", "activations", "logits", "workspace", "data", "uncertainty"]
 
+#: Kinds that have a key of the recipe to themselves, whose value is the method's name.
+_SECTIONS: dict[str, str] = {"update rule": "optimizer", "adapter": "adapter"}
+
 #: The rooms that may hold methods. A new room is one more name here.
 ROOMS = ("optim", "adapters", "activations", "losses", "steps", "data", "kernels", "core.codecs")
 
@@ -69,6 +72,7 @@ class Facts:
         needs: what must be there (a package, a device), as sentences.
         conflicts: other method names it cannot go with.
         where: "module:object" with the code.
+        recipe: the lines of a recipe that switch it on; empty takes the kind's own (`snippet`).
     """
 
     name: str
@@ -82,6 +86,12 @@ class Facts:
     stages: tuple[str, ...] = ("pre-training", "fine-tuning")
     needs: tuple[str, ...] = ()
     conflicts: Mapping[str, Conflict] = field(default_factory=dict)
+    recipe: str = ""
+
+    @property
+    def snippet(self) -> str:
+        """The lines of a recipe that switch it on, as YAML; empty for a part of other methods, such as a codec."""
+        return self.recipe or (f"{_SECTIONS[self.kind]}: {self.name}" if self.kind in _SECTIONS else "")
 
     def as_dict(self) -> dict[str, Any]:
         """The stable JSON form of `skimp methods --json`."""
@@ -96,6 +106,8 @@ class Facts:
             "stages": list(self.stages),
             "needs": list(self.needs),
             "conflicts": {k: {"reason": c.reason, "instead": c.instead} for k, c in self.conflicts.items()},
+            "recipe": self.snippet,
+            "where": self.where,
         }
 
 

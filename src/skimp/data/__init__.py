@@ -18,6 +18,7 @@ FACTS: list[Facts] = [
         exact=True,
         saves="the padding: rows x seq_len - documents' tokens positions per epoch are never computed",
         needs=("attention that splits at the batch's document boundaries",),
+        recipe="data: {packing: true}",
     ),
 ]
 

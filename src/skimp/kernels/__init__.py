@@ -23,6 +23,7 @@ FACTS: list[Facts] = [
             "a CPU; bfloat16 only when asked for by name (exact.kernels=fused)",
             "the native kernels (python -m skimp.kernels.native)",
         ),
+        recipe="exact: {kernels: fused}",
     ),
     Facts(
         name="fused-swiglu",
@@ -37,6 +38,7 @@ FACTS: list[Facts] = [
             "a CPU; bfloat16 only when asked for by name (exact.kernels=fused)",
             "the native kernels (python -m skimp.kernels.native)",
         ),
+        recipe="exact: {kernels: fused}",
     ),
 ]
 

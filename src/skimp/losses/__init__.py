@@ -28,6 +28,7 @@ FACTS: list[Facts] = [
         "a tied or accumulated head also 4 × V × H bytes of gradient",
         paper=Paper("Liger Kernel: Efficient Triton Kernels for LLM Training", 2024, "2410.10989"),
         needs=("a token-wise linear head; nothing else may read the logits",),
+        recipe="exact: {loss_chunk: 256}  # always on; this pins its rows",
     ),
 ]
 

@@ -16,6 +16,7 @@ FACTS: list[Facts] = [
         attacks=("activations",),
         exact=True,
         saves="activations of all but one micro-batch",
+        recipe="exact: {micro_batch: 1}  # always on; this pins the rows of one forward",
     ),
     Facts(
         name="step-in-backward",
@@ -27,6 +28,7 @@ FACTS: list[Facts] = [
         saves="4 bytes per parameter in float32 less the largest layer's; about 1.7 times the time with clipping",
         paper=Paper("Full Parameter Fine-tuning for Large Language Models with Limited Resources", 2023, "2306.09782"),
         needs=("the whole optimizer step as one micro-batch",),
+        recipe="exact: {in_backward: true}",
     ),
 ]
 
