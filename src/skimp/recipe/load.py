@@ -8,10 +8,12 @@ from os import PathLike
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import PydanticCustomError
 
 from skimp.core.errors import RecipeError
 from skimp.recipe.document import Document, parse_value, read_document
 from skimp.recipe.explain import problems, shown
+from skimp.recipe.log import opened
 from skimp.recipe.problem import RecipeErrors
 from skimp.recipe.schema import Recipe
 
@@ -67,6 +69,8 @@ def override(values: dict[str, Any], text: str) -> tuple[str, Any]:
             below = {}
         elif here in ONE_WORD and isinstance(below, str):
             below = {ONE_WORD[here]: below}
+        elif here == "log" and isinstance(below, (str, list)):
+            below = _loggers(below, text)
         elif not isinstance(below, dict):
             raise RecipeError(
                 f"override '{text}'",
@@ -78,6 +82,15 @@ def override(values: dict[str, Any], text: str) -> tuple[str, Any]:
         inner = below
     inner[last] = value
     return key, value
+
+
+def _loggers(value: Any, text: str) -> dict[str, Any]:
+    """`log` written as names, opened for an override below it."""
+    try:
+        return opened(value)
+    except PydanticCustomError as error:
+        context = error.context or {}
+        raise RecipeError(f"override '{text}'", f"log: {shown(value)}", "", str(context.get("instead", ""))) from None
 
 
 def _nested(value: Any, key: str) -> list[str]:

@@ -23,6 +23,7 @@ MAY_CHANGE = (
     "eval",
     "checkpoint",
     "sample",
+    "log",
     "report",
     "output",
     "budget",

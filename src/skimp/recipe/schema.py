@@ -12,6 +12,7 @@ from skimp.recipe.check import contradictions
 from skimp.recipe.data import Data
 from skimp.recipe.derive import fill
 from skimp.recipe.fields import Flag, Section, Words
+from skimp.recipe.log import Log
 from skimp.recipe.model import Model
 from skimp.recipe.optimizer import Optimizer
 from skimp.recipe.resources import Budget, Exact
@@ -47,6 +48,10 @@ class Recipe(Section):
     eval: Eval | None = Field(default_factory=Eval, description="Held-out loss; null switches it off.")
     sample: Sample | None = Field(default=None, description="One text generated before training and one after.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="When the run is saved.")
+    log: Log = Field(
+        default_factory=Log,
+        description="Loggers that follow the run: tensorboard, trackio, wandb; none by default.",
+    )
     report: Flag = Field(
         default=True,
         description="After the run, draw report.html and memory.png into its folder, in a process of their own.",
