@@ -112,12 +112,14 @@ def train_recipe(recipe: Any, *, resume: bool = False, voice: Voice | None = Non
     """
     from skimp.recipe import check_model, fetch_model, fingerprint, resolve_model
     from skimp.recipe.resume import MAY_CHANGE
+    from skimp.run.loggers.start import check_installed, following
     from skimp.run.prepare import prepare_text
     from skimp.run.session import already_finished, claimed
     from skimp.run.session import train as run_session
     from skimp.run.voice import Voice
 
     voice = voice or Voice()
+    check_installed(recipe.log.wanted)
     if resume:
         for sentence in changed_since(recipe):
             voice.say(sentence)
@@ -137,7 +139,10 @@ def train_recipe(recipe: Any, *, resume: bool = False, voice: Voice | None = Non
         settled, found = settle(recipe, source, voice)
         # A checkpoint holds the whole model, but of an adapter the adapter alone.
         here = source if resume and recipe.adapter is None else fetch_model(source)
-        outcome = run_session(settled, found, here, text, folder, resume=resume, voice=voice, asked=recipe)
+        with following(recipe, folder.path, voice) as loggers:
+            outcome = run_session(
+                settled, found, here, text, folder, resume=resume, voice=voice, asked=recipe, loggers=loggers
+            )
         if recipe.report and outcome.summary["steps"]:
             draw(outcome.folder, voice)
         return outcome

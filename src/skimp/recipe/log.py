@@ -25,16 +25,19 @@ class TensorBoard(Section):
 class Trackio(Section):
     """A run in Trackio's local database, or in a Space of the Hub."""
 
-    project: Words = Field(default="skimp", min_length=1, description="Project the run is in.")
-    name: Words | None = Field(default=None, description="Name of the run; null is that of its folder.")
+    project: Words = Field(default="skimp", min_length=1, description="Trackio's project for the run.")
+    name: Words | None = Field(
+        default=None,
+        description="Name of the run in Trackio, to which six characters are added; null is that of its folder.",
+    )
     space: Words | None = Field(default=None, description="Space on the Hub to send to; null stays on this machine.")
 
 
 class Wandb(Section):
     """A run of Weights & Biases."""
 
-    project: Words = Field(default="skimp", min_length=1, description="Project the run is in.")
-    name: Words | None = Field(default=None, description="Name of the run; null is that of its folder.")
+    project: Words = Field(default="skimp", min_length=1, description="Project of W&B for the run.")
+    name: Words | None = Field(default=None, description="Name of the run in W&B; null is that of its folder.")
     entity: Words | None = Field(default=None, description="User or team; null is the one that is logged in.")
     mode: Literal["online", "offline"] = Field(
         default="online", description="offline writes into the run's folder, for `wandb sync` later."

@@ -52,7 +52,8 @@ class Story:
     @property
     def budget(self) -> int | None:
         """Bytes the computing device may hold."""
-        return self.place("device", "budget_bytes")
+        found: int | None = self.place("device", "budget_bytes")
+        return found
 
     @property
     def baseline(self) -> int:
@@ -64,7 +65,8 @@ class Story:
     @property
     def planned_tensors(self) -> int | None:
         """Planned bytes of tensors at the fullest moment of training."""
-        return self.plan.get("phases", {}).get("train")
+        found: int | None = self.plan.get("phases", {}).get("train")
+        return found
 
     @property
     def measured_tensors(self) -> int | None:

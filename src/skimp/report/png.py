@@ -68,7 +68,9 @@ def memory_png(memory: StepMemory, title: str) -> bytes:
     return out.getvalue()
 
 
-def _name(axes: Any, category: str, xs: list[float], lower: list[float], upper: list[float], top: float, end: float):
+def _name(
+    axes: Any, category: str, xs: list[float], lower: list[float], upper: list[float], top: float, end: float
+) -> None:
     """The name inside its layer, where the layer is thick for the width of the word."""
     wide = 0.013 * end * len(category)
     best, place = -top, None

@@ -25,6 +25,7 @@ from skimp.run.build import Run, build
 from skimp.run.durable import write_json
 from skimp.run.environment import environment
 from skimp.run.folder import RunFolder, append_jsonl, begun, claim, truncate_jsonl
+from skimp.run.loggers.start import Loggers, shown
 from skimp.run.loop import Loop, State, watched
 from skimp.run.prepare import Text, given
 from skimp.run.sample import greedy, in_child
@@ -123,6 +124,7 @@ def train(
     resume: bool,
     voice: Voice,
     asked: Any = None,
+    loggers: Loggers | None = None,
 ) -> Outcome:
     """Execute exactly what was planned.
 
@@ -135,6 +137,7 @@ def train(
         resume: go on from the newest complete checkpoint.
         voice: where to speak.
         asked: the recipe as it was given, where `auto: approximate` settled on another; it is what a resume reads.
+        loggers: open, and told when to begin.
     """
     with ExitStack() as stack:
         folder.vitals.beat("load", budget=plan.places.device_budget, planned=plan.peak_bytes, steps=text.schedule.steps)
@@ -154,6 +157,8 @@ def train(
         write_json(folder.path / "recipe.json", (asked or recipe).as_dict())
         write_json(folder.path / "plan.json", plan.as_dict())
         seed_everything(recipe.train.seed)
+        if loggers is not None:
+            loggers.begin(plan.peak_bytes, plan.places.device_budget)
 
         # The plan's baseline was measured before any tensor; what planning left goes back to the system.
         if plan.places.on_cpu:
@@ -183,7 +188,7 @@ def train(
         saver = Saver(folder.checkpoints, recipe.checkpoint.keep, facts, lambda path: voice.say(f"saved {path}"))
         beside = _Beside(run, recipe, text, voice, state, folder)
         evaluate = beside.evaluate if recipe.eval is not None else None
-        loop = Loop(run, stream, text.schedule, folder, saver, evaluate, voice.step, state)
+        loop = Loop(run, stream, text.schedule, folder, saver, evaluate, shown(voice, loggers), state)
         with StopRequest() as stop:
             folder.vitals.beat("evaluate", state.step)
             if state.step == 0:

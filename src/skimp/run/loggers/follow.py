@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class Follower:
         for name, writer in list(self.writers.items()):
             state = self.state[name]
             if writer.can_rewind and max(state["step"], state["eval"]) > last:
-                self._safely(name, lambda writer=writer: writer.rewind(last))
+                self._safely(name, partial(writer.rewind, last))
                 state["step"], state["eval"] = min(state["step"], last), min(state["eval"], last)
 
     @property
@@ -74,7 +75,7 @@ class Follower:
         if self._waiting or not (steps or evals):
             return
         for name, writer in list(self.writers.items()):
-            self._safely(name, lambda name=name, writer=writer: self._tell(name, writer, steps, evals))
+            self._safely(name, partial(self._tell, name, writer, steps, evals))
         self.save()
 
     def _tell(self, name: str, writer: Writer, steps: list[dict[str, Any]], evals: list[dict[str, Any]]) -> None:
@@ -106,7 +107,7 @@ class Follower:
         self.poll()
         for name, writer in list(self.writers.items()):
             if self.began:
-                self._safely(name, lambda writer=writer: writer.close(_summary(self.folder)))
+                self._safely(name, partial(writer.close, _summary(self.folder)))
             else:
                 self._safely(name, writer.discard)
         if self.began:

@@ -10,14 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import skimp
 from skimp.core.errors import RecipeError
-from skimp.run.voice import Voice
+from skimp.run.voice import Progress, Voice
 
 #: A logger that asks a server who you are gets this long to open, and this long to send the rest at the end.
 OPENING, CLOSING = 120.0, 120.0
@@ -58,6 +58,18 @@ def following(recipe: Any, folder: Path, voice: Voice) -> Iterator[Loggers | Non
         yield loggers
     finally:
         loggers.close()
+
+
+def shown(voice: Voice, loggers: Loggers | None) -> Callable[[Progress], None]:
+    """What a loop calls after every step: the screen, then a look at what the loggers say."""
+    if loggers is None:
+        return voice.step
+
+    def show(progress: Progress) -> None:
+        voice.step(progress)
+        loggers.listen()
+
+    return show
 
 
 class Loggers:

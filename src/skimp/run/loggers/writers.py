@@ -91,7 +91,8 @@ class TrackioWriter:
     def __init__(self, folder: Path, name: str, run: str | None, options: Mapping[str, Any], config: Any) -> None:
         import trackio
 
-        self._trackio, self.project = trackio, options["project"]
+        self._trackio: Any = trackio
+        self.project = options["project"]
         # Two folders may have the same name; a run that is continued must be its own.
         self.run = run or f"{options['name'] or name}-{secrets.token_hex(3)}"
         place = options["space"] or f'trackio show --project "{self.project}"'
