@@ -15,6 +15,7 @@ import sharded_step
 import torch
 from contract_rows import threads
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from skimp.optim import AdamW, AdamW8bit, AdamWBF16, decay_groups
 
@@ -192,6 +193,20 @@ def test_a_checkpoint_of_two_processes_goes_on_in_one(sharded: Any, rule: str) -
     sharded_step.take(net, optimizer, range(2, sharded_step.STEPS))
     for name, weight in sharded_step.weights(net).items():
         torch.testing.assert_close(weight, sharded[0][rule]["three"][name], rtol=2e-7, atol=2e-9)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_8_bit_states_change_processes_only_where_blocks_lie_alike(sharded: Any) -> None:
+    """Where shards are whole blocks the checkpoint is that of one process; elsewhere loading stops: nothing is guessed.
+
+    The number of blocks alone would not tell: two shards of 2,548 numbers are 10 blocks each, and both together 20 as
+    well, in other places. So the shape has the number of shards.
+    """
+    found = sharded_step.even(lambda net: None, sharded[1], resume=True)
+    assert torch.equal(found, sharded[0]["even"])
+    net, optimizer = sharded_step.make("adamw8bit", lambda net: None)
+    with pytest.raises(CheckpointException, match=r"Size mismatch .*absmax"):
+        sharded_step.restore(net, optimizer, sharded[1] / "adamw8bit")
 
 
 @pytest.mark.parametrize("rule", sharded_step.RULES)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from skimp.core.errors import EffectError
+from skimp.core.memory.oracle import witness
+from skimp.core.memory.tracker import Tracker
 from skimp.kernels.apply import Fused
 from skimp.kernels.fused import rms_norm, rms_norm_reference, swiglu, swiglu_reference
 from skimp.kernels.native import library
@@ -153,3 +157,26 @@ def test_halves_only_when_asked_for(make_tiny: Any) -> None:
             model(input_ids=ids, labels=ids).loss.backward()
         assert (fused.runs, fused.plain_runs) == (7, 0)
         fused.assert_effect()
+
+
+def test_halves_are_simulated_to_the_byte() -> None:
+    """The widened copies live for a call: simulated, tracked and allocated bytes agree."""
+
+    def layers(x: torch.Tensor, w: torch.Tensor) -> None:
+        swiglu(rms_norm(x, w, 1e-5), x).backward(torch.ones_like(x))
+
+    def peak(simulate: bool) -> tuple[int, list[str]]:
+        mode = FakeTensorMode() if simulate else nullcontext()
+        tracker = Tracker(operators=True)
+        with mode:
+            x = torch.zeros(40, 300, dtype=torch.bfloat16, requires_grad=True)
+            w = torch.zeros(300, dtype=torch.bfloat16, requires_grad=True)
+            with tracker:
+                layers(x, w)
+        return tracker.peak.total, tracker.operators or []
+
+    x = torch.zeros(40, 300, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.zeros(300, dtype=torch.bfloat16, requires_grad=True)
+    fake, real = peak(True), peak(False)
+    assert fake == real
+    assert real[0] == witness(lambda: layers(x, w))[1].peak > 40 * 300 * 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from skimp.core.errors import SkimpError
 from skimp.core.forms import reference_only
 from skimp.core.sharded import Part, beside, largest_part, local, part_of, zeros_beside
 from skimp.optim import AdamW8bit, AdamWBF16
@@ -64,8 +67,8 @@ def test_a_plain_tensor_is_its_own_part() -> None:
     assert local(p) is p
     assert part_of("w", p) == Part("w", 15, 0, "w")
     assert largest_part(p) == (3, 5)
-    assert beside((7,), p) == (7,)
-    assert zeros_beside((7,), p, torch.float32).shape == (7,)
+    assert beside((7,), p, 256) == (7,)
+    assert zeros_beside((7,), p, 256, torch.float32).shape == (7,)
 
 
 @pytest.mark.parametrize("make", [AdamW8bit, AdamWBF16])
@@ -74,3 +77,63 @@ def test_spec_and_bytes_of_a_plain_parameter(make: Any) -> None:
     rule = make([("w", p)])
     assert rule.spec_of(p) == rule.state_spec(p.shape, p.dtype)
     assert rule.bytes_of(p) == rule.state_bytes(p.shape, p.dtype)
+
+
+@pytest.fixture
+def second_of_four() -> Iterator[None]:
+    """This process as rank 1 of 4 that are not there: enough to ask what each would hold."""
+    store: Any = importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
+    torch.distributed.init_process_group("fake", rank=1, world_size=4, store=store)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+#: shape, mesh, placements ("0" is Shard(0), "r" replicated) -> largest part, offset and address here, shape of a state
+#: of 7 blocks on each process.
+PLACED = [
+    ((64, 128), (4,), "0", (16, 128), 2048, "w", (28,)),
+    ((131, 40), (4,), "0", (33, 40), 1320, "w", (4, 7)),
+    ((1, 5000), (4,), "0", (1, 5000), 5000, "w", (4, 7)),
+    ((128, 40), (4,), "1", (128, 10), 0, "w@1", (4, 7, 1)),
+    ((128, 40), (4,), "r", (128, 40), 0, "w", (7,)),
+    ((64, 128), (2, 2), "01", (32, 64), 0, "w@0,1", (4, 7, 1, 1, 1)),
+    ((64, 128), (2, 2), "r0", (32, 128), 4096, "w", (14,)),
+    ((2548 * 2,), (2, 2), "r0", (2548,), 2548, "w", (2, 7)),
+]
+
+
+@pytest.mark.parametrize(("shape", "mesh", "placed", "part", "offset", "address", "state"), PLACED)
+def test_parts_and_states_of_every_placement(
+    second_of_four: None,
+    shape: tuple[int, ...],
+    mesh: tuple[int, ...],
+    placed: str,
+    part: tuple[int, ...],
+    offset: int,
+    address: str,
+    state: tuple[int, ...],
+) -> None:
+    tensors = importlib.import_module("torch.distributed.tensor")
+    placements = [tensors.Replicate() if c == "r" else tensors.Shard(int(c)) for c in placed]
+    device_mesh = torch.distributed.init_device_mesh("cpu", mesh)
+    p = tensors.distribute_tensor(torch.zeros(shape), device_mesh, placements)
+    assert largest_part(p) == part
+    assert part_of("w", p) == Part("w", p.numel(), offset, address)
+    assert beside((7,), p, 256) == state
+    assert local(zeros_beside((7,), p, 256, torch.float32)).numel() == 7
+
+
+def test_a_rule_steps_on_columns_of_a_matrix(second_of_four: None) -> None:
+    """Tensor-parallel placement: no rows, so blocks and noise are those of this shard alone."""
+    tensors = importlib.import_module("torch.distributed.tensor")
+    mesh = torch.distributed.init_device_mesh("cpu", (4,))
+    whole = torch.randn(128, 40).bfloat16()
+    p = torch.nn.Parameter(tensors.DTensor.from_local(whole[:, 10:20].contiguous(), mesh, [tensors.Shard(1)]))
+    rule = AdamW8bit([("w", p)], lr=0.1)
+    p.grad = tensors.DTensor.from_local(torch.ones(128, 10).bfloat16(), mesh, [tensors.Shard(1)])
+    before = local(p).clone()
+    rule.step()
+    assert local(rule.state[p]["m"]).shape == (128, 10)
+    assert (local(p) < before).float().mean() > 0.9
+    with pytest.raises(SkimpError, match="a sharded gradient"):
+        rule.step_parameter(p, torch.ones(128, 40).bfloat16())

@@ -88,21 +88,37 @@ def largest_part(parameter: Tensor) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def beside(shape: Sequence[int], parameter: Tensor) -> tuple[int, ...]:
-    """Global shape of a state that has `shape` on each process: the first size times the number of shards."""
-    if not is_sharded(parameter):
+def beside(shape: Sequence[int], parameter: Tensor, block: int) -> tuple[int, ...]:
+    """Global shape of a state that has `shape` on each process and describes blocks of `block` numbers.
+
+    Where every part is whole blocks, the parts' blocks are the whole's: the first size times the number of shards,
+    which is also the shape without sharding. Elsewhere the blocks lie differently for every way of sharding, and so
+    that none is ever read as another the shape tells them apart: (shards, *shape), then a 1 for each thing unlike rows.
+    """
+    cut = _cut(parameter)
+    if not cut:
         return tuple(shape)
     p: Any = parameter
-    shards = prod(p.device_mesh.size(i) for i, placement in enumerate(p.placements) if placement.is_shard())
-    return (shape[0] * shards, *shape[1:])
+    shards, part = prod(size for size, _ in cut), prod(largest_part(p))
+    if len(cut) == 1 and cut[0][1] == 0 and part % block == 0 and part * shards == p.numel():
+        return (shape[0] * shards, *shape[1:])
+    return (shards, *shape, *[1] * (sum(dim for _, dim in cut) + 2 * (len(cut) - 1)))
 
 
-def zeros_beside(shape: Sequence[int], parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros of `shape` on each process that holds a shard, as one DTensor of shape `beside(shape, parameter)`."""
+def _cut(parameter: Tensor) -> list[tuple[int, int]]:
+    """(processes, dimension) of every mesh dimension that shards the parameter."""
+    if not is_sharded(parameter):
+        return []
+    p: Any = parameter
+    return [(p.device_mesh.size(i), placed.dim) for i, placed in enumerate(p.placements) if placed.is_shard()]
+
+
+def zeros_beside(shape: Sequence[int], parameter: Tensor, block: int, dtype: torch.dtype) -> Tensor:
+    """Zeros for `shape` on each process that holds a shard: one DTensor of shape `beside(shape, parameter, block)`."""
     if not is_sharded(parameter):
         return torch.zeros(tuple(shape), dtype=dtype, device=parameter.device)
     p: Any = parameter
     tensors = sys.modules["torch.distributed.tensor"]
     placed = [tensors.Shard(0) if placement.is_shard() else placement for placement in p.placements]
-    made: Tensor = tensors.zeros(beside(shape, p), dtype=dtype, device_mesh=p.device_mesh, placements=placed)
+    made: Tensor = tensors.zeros(beside(shape, p, block), dtype=dtype, device_mesh=p.device_mesh, placements=placed)
     return made

@@ -64,6 +64,7 @@ class AdamW8bit(UpdateRule):
     """
 
     rule: ClassVar[str] = "adamw8bit"
+    block: ClassVar[int] = BLOCK
 
     def __init__(
         self,

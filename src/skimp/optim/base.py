@@ -47,11 +47,13 @@ class UpdateRule(torch.optim.Optimizer):
         rule: name in the registry.
         locality: what an update of one element depends on: "element", "row" or "matrix".
         state_placement: where state lives, given where the parameter lives.
+        block: neighbouring numbers that share an entry of a state which is not shaped like the parameter.
     """
 
     rule: ClassVar[str]
     locality: ClassVar[Literal["element", "row", "matrix"]] = "element"
     state_placement: ClassVar[str] = "like parameter"
+    block: ClassVar[int] = 1
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._where: dict[Tensor, tuple[int, int]] = {}
@@ -127,8 +129,15 @@ class UpdateRule(torch.optim.Optimizer):
             name = self.name_of(p)
             self.update(p, grad.contiguous(), state, group, Part(name, p.numel(), 0, name))
         elif local(p).numel():  # more processes than rows leave some without any
-            here = {key: local(value) if isinstance(value, Tensor) else value for key, value in state.items()}
-            self.update(local(p), self._local_gradient(p, grad), here, group, part_of(self.name_of(p), p))
+            part = part_of(self.name_of(p), p)
+            self.update(local(p), self._local_gradient(p, grad), self._local_state(p, state), group, part)
+
+    def _local_state(self, p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        part = largest_part(p)
+        here: dict[str, Any] = {"step": state["step"]}
+        for key, (shape, _) in self.state_spec(part, p.dtype, p.numel()).items():
+            here[key] = local(state[key]) if shape == part else local(state[key]).view(shape)
+        return here
 
     def _local_gradient(self, p: Tensor, grad: Tensor) -> Tensor:
         if not is_sharded(grad):
@@ -154,7 +163,7 @@ class UpdateRule(torch.optim.Optimizer):
                 state[key] = (
                     torch.zeros_like(p, dtype=dtype, requires_grad=False)
                     if tuple(shape) == part
-                    else zeros_beside(shape, p, dtype)
+                    else zeros_beside(shape, p, self.block, dtype)
                 )
         return state
 
@@ -163,7 +172,8 @@ class UpdateRule(torch.optim.Optimizer):
         part = largest_part(p)
         spec = self.state_spec(part, p.dtype, p.numel())
         return {
-            key: (tuple(p.shape) if shape == part else beside(shape, p), dtype) for key, (shape, dtype) in spec.items()
+            key: (tuple(p.shape) if shape == part else beside(shape, p, self.block), dtype)
+            for key, (shape, dtype) in spec.items()
         }
 
     def bytes_of(self, p: Tensor) -> int:
