@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+from skimp.core import lean
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "run"))
 
 from session_cases import _own_cache, plan_once, recipe, shared_cache, text_file, tiny_folder  # noqa: F401
@@ -35,8 +37,11 @@ def skimp(capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Call
         monkeypatch.setattr(sys, "argv", ["skimp", *words])
         monkeypatch.setenv("COLUMNS", str(columns))
         capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
+        try:
+            with pytest.raises(SystemExit) as ended:
+                main()
+        finally:
+            lean.withdraw()  # the command line keeps its stand-ins; this process is pytest's
         code = ended.value.code
         out, err = capfd.readouterr()
         return Done(0 if code is None else int(code), out, err)

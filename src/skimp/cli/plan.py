@@ -38,8 +38,10 @@ def command(
     """Simulate the run and choose the exact techniques that fit. Exit code 0: fits, 3: not, 2: bad input."""
     from skimp.api import plan as make
     from skimp.core.errors import RecipeError
+    from skimp.core.lean import stay_lean
     from skimp.core.memory.process import set_malloc_policy
 
+    stay_lean()
     set_malloc_policy()
     words = list(overrides or [])
     if recipe is not None and "=" in recipe and model is not None:

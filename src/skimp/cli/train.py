@@ -27,8 +27,10 @@ def command(
     quiet: Annotated[bool, typer.Option("--quiet", help="Neither plan nor progress, only the end.")] = False,
 ) -> None:
     """Train a recipe within its budget, resumable to the bit."""
+    from skimp.core.lean import stay_lean
     from skimp.core.memory.process import set_malloc_policy
 
+    stay_lean()
     set_malloc_policy()
     from skimp.cli.closing import print_closing
     from skimp.cli.console import console

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from skimp.core import attention
 from skimp.core.batch import Batch
 from skimp.core.exact import ExactChoices
+from skimp.core.lean import lean_imports
 from skimp.core.memory.timeline import Timeline
 from skimp.core.memory.tracker import CATEGORIES, Tracker, scope
 from skimp.core.repeat import shortened
@@ -61,7 +62,8 @@ def simulate(
         config = {**config, key: blocks}
         if config.get("layer_types"):
             config["layer_types"] = config["layer_types"][:blocks]
-    mode = FakeTensorMode()
+    with lean_imports():  # its constructor asks the compiler for its settings
+        mode = FakeTensorMode()
     with attention.target(target):
         run = build(recipe, exact, config, simulate=mode)
     meter = CostMeter(rates)

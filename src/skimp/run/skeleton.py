@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from skimp.core import attention
 from skimp.core.errors import ModelError, did_you_mean
+from skimp.core.lean import lean_imports
 
 #: Config keys that switch dropout on, by family. Fine-tuning and pre-training of these models run without it today.
 DROPOUT_KEYS = (
@@ -55,6 +56,11 @@ def skeleton(config: dict[str, Any], dtype: torch.dtype) -> nn.Module:
     Raises:
         ModelError: unknown `model_type`, or a model without a causal LM head.
     """
+    with lean_imports():
+        return _skeleton(config, dtype)
+
+
+def _skeleton(config: dict[str, Any], dtype: torch.dtype) -> nn.Module:
     from transformers import AutoConfig
     from transformers.initialization import no_init_weights
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
