@@ -58,6 +58,10 @@ class CheckpointError(SkimpError):
     """A checkpoint is missing, incomplete, of another run, or could not be written."""
 
 
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint that was complete and whose bytes changed on disk since; an older one may be sound."""
+
+
 class NonFiniteError(SkimpError):
     """The loss or a gradient became NaN or infinite; names the step and the parameter."""
 
@@ -72,6 +76,15 @@ class EffectError(SkimpError):
 
 class DoesNotFit(SkimpError):
     """Nothing exact fits the budget. Exit code 3, so that scripts can tell it from bad input."""
+
+    exit_code = 3
+
+
+class OutOfMemory(SkimpError):
+    """Memory ran short while training and nothing smaller would do; what was learned until then is saved.
+
+    Exit code 3, as for a run that did not fit in the first place.
+    """
 
     exit_code = 3
 

@@ -67,6 +67,8 @@ class Delivery:
         self.clip = clip
         self.sinks: dict[str, Tensor | None] = {name: None for name in sinks if name in self.parameters}
         self.step_index = 0
+        #: an update of the present step has begun and the last one has not ended: some parameters are a step ahead.
+        self.midway = False
 
     def sink(self, name: str) -> Tensor | None:
         """The buffer a loss head adds this weight's gradient into, zeroed at first use in a step; None if frozen."""
@@ -89,14 +91,23 @@ class Delivery:
         """After the last micro-batch of a pass; the last pass returns what was delivered."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        """Remove hooks and drop gradients."""
+    def discard(self) -> None:
+        """Drop every gradient of a step that broke off, so that the step can be taken again.
+
+        What has moved stays moved: after `midway` the parameters and states must be loaded again first.
+        """
         for name, parameter in self.parameters.items():
             parameter.grad = None
             if name in self.sinks:
                 self.sinks[name] = None
+        self.midway = False
+
+    def close(self) -> None:
+        """Remove hooks and drop gradients."""
+        self.discard()
 
     def _apply(self, name: str, grad: Tensor, scale: float) -> None:
+        self.midway = True  # before the update: one that breaks off has changed something
         if scale != 1.0:
             grad.mul_(scale)
         with scope("optimizer", "optimizer", name):
@@ -162,6 +173,7 @@ class AfterBackward(Delivery):
                 if name in self.sinks:
                     self.sinks[name] = None
         self.step_index += 1
+        self.midway = False
         return Delivered(norm, scale)
 
     def close(self) -> None:
@@ -244,7 +256,13 @@ class InBackward(Delivery):
         if pass_index < self.passes - 1:
             return None
         self.step_index += 1
+        self.midway = False
         return self._known
+
+    def discard(self) -> None:
+        super().discard()
+        self._norms.clear()
+        self._seen.clear()
 
     def close(self) -> None:
         for hook in self._hooks:

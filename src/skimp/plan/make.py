@@ -28,6 +28,7 @@ def make_plan(
     memory: int | None = None,
     label: str = "",
     offer: bool = True,
+    where: Places | None = None,
 ) -> Plan:
     """Search the exact techniques and explain the outcome.
 
@@ -37,8 +38,9 @@ def make_plan(
         gpu, memory: replace the recipe's device and budget.
         label: the model's name for people.
         offer: when nothing exact fits, simulate the approximate ways too.
+        where: the budgets, when they are known already; nothing is measured then.
     """
-    where = places(recipe, config, gpu, memory)
+    where = where or places(recipe, config, gpu, memory)
     blocks = int(config[layers_of(config)])
     target = "cpu" if where.on_cpu else "cuda"
     rates = _rates(where, recipe.precision)

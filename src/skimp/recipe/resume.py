@@ -28,6 +28,7 @@ MAY_CHANGE = (
     "output",
     "budget",
     "exact",
+    "survive",
     "device",
 )
 

@@ -17,6 +17,7 @@ from skimp.recipe.model import Model
 from skimp.recipe.optimizer import Optimizer
 from skimp.recipe.resources import Budget, Exact
 from skimp.recipe.routine import Checkpoint, Eval, Sample
+from skimp.recipe.survive import Survive
 from skimp.recipe.train import Train
 
 #: "CPU" and " cpu" are the same device.
@@ -57,6 +58,7 @@ class Recipe(Section):
         description="After the run, draw report.html and memory.png into its folder, in a process of their own.",
     )
     exact: Exact = Field(default_factory=Exact, description="Exact techniques to pin; all else is planned.")
+    survive: Survive = Field(default_factory=Survive, description="What happens when memory runs short.")
     auto: Literal["exact", "approximate"] = Field(
         default="exact",
         description="Which techniques the planner may choose by itself: those that leave the mathematics "

@@ -83,6 +83,35 @@ class Run:
         """Named parameters of the policy, tied ones once."""
         return iter(self.model.named_parameters())
 
+    def rebuild(self, plan: Any) -> None:
+        """Other exact choices on the living run: micro-batch, recompute, loss chunk, delivery of gradients.
+
+        Weights, optimizer states and the number of steps stay where they are; the rows of a step, hence the
+        mathematics, stay what the recipe says. The coming steps are bit-equal to those of a run built that way.
+        Gradients are dropped and no tensor is made, so this takes no memory. Call it between two steps.
+
+        Args:
+            plan: a `Plan`, or its exact choices alone. The allocator's policy is the process's, not the run's.
+
+        Raises:
+            ConflictError, ModelError: as `build`; nothing is changed then.
+        """
+        exact: ExactChoices = plan if isinstance(plan, ExactChoices) else plan.exact
+        check_together(techniques(self.recipe, exact))
+        check_exact(exact, self.recipe)
+        check_blocks(exact, self.structure)
+        old = self.delivery
+        old.close()
+        if self.recompute is not None:
+            self.recompute.remove()
+        self.recompute = _recompute(self.model, self.structure, exact)
+        self.delivery = _delivery(self.recipe, exact, old.parameters.items(), self.optimizer, old.sinks)
+        self.delivery.step_index = old.step_index
+        self.head.chunk = exact.loss_chunk
+        self.head.sink = _sink(self.delivery)
+        self.stepper = FirstOrder(self.head.loss, self.delivery)
+        self.exact = exact
+
     def show_to(self, tracker: Tracker, batch: Batch) -> None:
         """Tell a tracker what was there before it: weights, buffers, optimizer states and the batch."""
         tracker.hold((p for _, p in self.parameters()), "weights")
@@ -155,7 +184,7 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
             "there is nothing to fuse",
             "exact.kernels=null: fused where it can be",
         )
-    recompute = Recompute(model, [structure.blocks[i] for i in exact.recompute]) if exact.recompute else None
+    recompute = _recompute(model, structure, exact)
     _name_blocks(model, structure)
     named = list(trainable(model))
     optimizer = make_optimizer(recipe, named)
@@ -165,9 +194,7 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
         else {f"{structure.head}.weight"}
     )
     sinks = [name for name, _ in named if name in weights]
-    delivery_class = InBackward if exact.in_backward else AfterBackward
-    delivery = delivery_class(named, optimizer, recipe.train.clip, sinks)
-    sink_name = sinks[0] if sinks else None
+    delivery = _delivery(recipe, exact, named, optimizer, sinks)
     head = Head(
         model,
         structure,
@@ -175,10 +202,27 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
         autocast=recipe.precision == "bf16-mixed",
         label_smoothing=recipe.train.loss.label_smoothing,
         z_loss=recipe.train.loss.z_loss,
-        sink=(lambda: delivery.sink(sink_name)) if sink_name is not None else None,
+        sink=_sink(delivery),
     )
     stepper = FirstOrder(head.loss, delivery)
     return Run(recipe, exact, model, structure, head, optimizer, delivery, stepper, recompute, fused, adapter)
+
+
+def _recompute(model: nn.Module, structure: Structure, exact: ExactChoices) -> Recompute | None:
+    return Recompute(model, [structure.blocks[i] for i in exact.recompute]) if exact.recompute else None
+
+
+def _delivery(
+    recipe: Any, exact: ExactChoices, named: Iterable[tuple[str, nn.Parameter]], optimizer: Any, sinks: Iterable[str]
+) -> Delivery:
+    way = InBackward if exact.in_backward else AfterBackward
+    return way(named, optimizer, recipe.train.clip, sinks)
+
+
+def _sink(delivery: Delivery) -> Callable[[], Tensor | None] | None:
+    """The buffer of the head's gradient (a tied embedding's too); None when the head is frozen."""
+    name = next(iter(delivery.sinks), None)
+    return None if name is None else lambda: delivery.sink(name)
 
 
 def uses_fused(recipe: Any) -> bool:

@@ -3,6 +3,7 @@
 Names inside a run's checkpoint folder:
     step-00000020             a checkpoint; complete if and only if it holds a `COMPLETE` that agrees with
     its files step-00000020.tmp-PID     being written, or left by a death while writing
+    damaged-step-00000020-1   set aside by a resume because its bytes had changed; nothing here looks at it again
     step-00000020.old-PID     the earlier version of a step that is being saved again; it counts until the
     new is marked
 """
@@ -184,6 +185,19 @@ def _alive(path: Path) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint so that no resume, save or pruning takes it for one; a person may look at it.
+
+    Its place is free for the same step, which will be saved again.
+    """
+    number = 1
+    while (aside := path.with_name(f"damaged-{path.name}-{number}")).exists():
+        number += 1
+    os.replace(path, aside)
+    fsync_folder(path.parent)
+    return aside
 
 
 def prune(root: Path, keep: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from skimp.core.errors import CheckpointError, did_you_mean
+from skimp.core.errors import CheckpointError, DamagedCheckpoint, did_you_mean
 from skimp.run.checkpoint_folder import STATE, problem, read_mark
 from skimp.run.names import clean_name, storage_key
 from skimp.run.safetensors_stream import SafetensorsReader
@@ -39,7 +39,7 @@ class Checkpoint:
         mark = read_mark(self.path)
         text = (self.path / STATE).read_bytes()
         if zlib.crc32(text) != mark["files"][STATE]["crc32"]:
-            raise CheckpointError(
+            raise DamagedCheckpoint(
                 f"loading {self.path}", f"{STATE} changed on disk", instead="go on from an older checkpoint"
             )
         state = json.loads(text)
@@ -115,6 +115,17 @@ class Checkpoint:
         for name, tensor in reads:
             self.read_into(group, name, tensor)
 
+    def verify(self) -> None:
+        """Read every tensor against its checksum, one buffer at a time.
+
+        Raises:
+            DamagedCheckpoint: names the first tensor whose bytes changed on disk.
+        """
+        for group in self.groups:
+            reader = self._reader(group)
+            for name in reader.names():
+                reader.verify(name, self._sums[group]["tensors"][name])
+
     def _written(self, group: str, name: str) -> str:
         name = clean_name(name)
         return self._aliases.get(group, {}).get(name, name)
@@ -128,7 +139,7 @@ class Checkpoint:
             reader = SafetensorsReader(self.path / f"{group}.safetensors")
             if reader.header_sum != self._sums[group]["header"]:
                 reader.close()
-                raise CheckpointError(
+                raise DamagedCheckpoint(
                     f"loading {reader.path}",
                     "its header changed on disk",
                     instead="go on from an older checkpoint",

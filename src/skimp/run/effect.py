@@ -48,6 +48,11 @@ class Effect:
 
         return arrived
 
+    def remove(self) -> None:
+        """Watch no longer; for a first step that broke off."""
+        for hook in self._hooks:
+            hook.remove()
+
     def check(self, run: Run, lr: float) -> None:
         """Raise `EffectError` for whatever did nothing.
 
@@ -55,8 +60,7 @@ class Effect:
             run: after its first step.
             lr: the learning rate of that step.
         """
-        for hook in self._hooks:
-            hook.remove()
+        self.remove()
         forwards = run.stepper.forwards - self._forwards
         _micro_batches(run, forwards)
         if run.exact.recompute:

@@ -24,7 +24,8 @@ from skimp.run.effect import Effect
 from skimp.run.folder import RunFolder, append_jsonl
 from skimp.run.saving import Saver
 from skimp.run.signals import StopRequest
-from skimp.run.unwell import nothing_moved, spiked, suspect
+from skimp.run.survive import Survival
+from skimp.run.unwell import spiked, suspect
 from skimp.run.voice import Progress
 
 
@@ -46,6 +47,7 @@ class State:
     stopped: str = ""
     recent: list[float] = field(default_factory=list)
     samples: dict[str, str] = field(default_factory=dict)
+    survived: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         return dict(self.__dict__)
@@ -63,6 +65,7 @@ class Loop:
         evaluate: held-out loss of each validation set now, or None without validation.
         show: called after every step.
         state: where to begin.
+        survival: what to do when memory runs short; None lets the error out.
     """
 
     def __init__(
@@ -75,14 +78,41 @@ class Loop:
         evaluate: Callable[[], dict[str, float]] | None = None,
         show: Callable[[Progress], None] | None = None,
         state: State | None = None,
+        survival: Survival | None = None,
     ) -> None:
         self.run, self.stream, self.schedule = run, stream, schedule
         self.folder, self.saver = folder, saver
         self.evaluate, self.show = evaluate, show
         self.state = state or State()
-        self._window = deque(self.state.recent, maxlen=run.recipe.train.spike.window)
+        self.survival = survival
+        self.notes: list[str] = []
         self._effect: Effect | None = None
-        self._started = self._saved = self.state.step
+        self.begin()
+
+    def begin(self) -> None:
+        """Go on from `state` as it is now: at the start, and after it was put back to an earlier step."""
+        self._window = deque(self.state.recent, maxlen=self.run.recipe.train.spike.window)
+        self._held: tuple[dict[str, Any], Any] | None = None
+        self._saved = self.state.step
+        self.expect()
+
+    def expect(self) -> None:
+        """Check the next step for the effect of every technique, and the one after against the plan."""
+        if self._effect is not None:
+            self._effect.remove()
+        self._effect, self._started = None, self.state.step
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Position in the data before the next step, also of one that broke off and will be taken again."""
+        place: dict[str, Any] = self.stream.state_dict() if self._held is None else self._held[0]
+        return place
+
+    def save(self, spare: int = 0) -> None:
+        """Save the present step, unless it is saved already; a step that broke off counts as not begun."""
+        if self._saved != self.state.step:
+            self.saver.save(self, data=self.place, spare=spare)
+            self._saved = self.state.step
 
     def train(self, stop: StopRequest) -> str:
         """Run to the end, or to a stop at a step boundary.
@@ -94,10 +124,13 @@ class Loop:
             NonFiniteError: a loss or gradient that is not finite, or a spike; names step and parameter.
             CheckpointError: a save failed; the last good checkpoint is intact.
             EffectError: a technique that was switched on did nothing in the first step; names it.
+            OutOfMemory: memory ran short and nothing smaller would do; all steps until then are saved.
         """
         recipe, state = self.run.recipe, self.state
         while state.step < self.schedule.steps and not state.stopped and not stop.requested:
-            self._step()
+            self.alive(self._step)
+            if self.survival is not None:
+                self.survival.look(self)
             if self.evaluate is not None and _due(recipe.eval.every, state.step):
                 self._evaluated(stop)
             if _due(recipe.checkpoint.every, state.step):
@@ -106,11 +139,17 @@ class Loop:
             self._save(stop)
         return stop.signal_name or state.stopped or "finished"
 
+    def alive(self, action: Callable[[], Any]) -> Any:
+        """Do what needs memory; again, and smaller, when it runs short."""
+        return action() if self.survival is None else self.survival.guard(self, action)
+
     def _step(self) -> None:
         state, run = self.state, self.run
-        place = self.stream.state_dict()
         begin = time.perf_counter()
-        batch = self.stream.next_step()
+        if self._held is None:
+            place = self.stream.state_dict()
+            self._held = (place, self.stream.next_step())
+        place, batch = self._held
         lr = self.schedule.lr_at(state.step)
         run.set_lr(lr)
         self.folder.vitals.beat("train", state.step)
@@ -120,7 +159,8 @@ class Loop:
         try:
             result = self._watched(batch) if self._tracked() else run.step(batch)
         except NonFiniteError as error:
-            raise self._explained(error, place) from error
+            raise self._explained(error) from error
+        self._held = None
         seconds = time.perf_counter() - begin
         if self._effect is not None:
             self._effect.check(run, lr)
@@ -144,8 +184,10 @@ class Loop:
                 "memory_peak_bytes": memory.peak,
                 "clip_scale": result.clip_scale,
                 "seconds": seconds,
+                **({"note": "; ".join(self.notes)} if self.notes else {}),
             },
         )
+        self.notes.clear()
         if self.show is not None:
             steps = self.schedule.steps
             self.show(Progress(state.step, steps, result.loss, lr, seconds, rate, memory.now, memory.peak))
@@ -167,12 +209,12 @@ class Loop:
         write_file(self.folder.path / "timeline.json", json.dumps({**seen, **timeline.as_dict()}).encode())
         return result
 
-    def _explained(self, error: NonFiniteError, place: dict[str, Any]) -> NonFiniteError:
+    def _explained(self, error: NonFiniteError) -> NonFiniteError:
         """Name the parameter; where this step moved nothing, save the state before it: no work is lost."""
         sentence, sound = suspect(self.run)
         ways = [*error.instead, "in another output folder: a resumed run repeats this step bit for bit"]
-        if self.state.step > self._saved and sound and nothing_moved(self.run):
-            self.saver.save(self, data=place, spare=1)
+        if sound and not self.run.delivery.midway:
+            self.save(spare=1)
         kept = self.saver.newest()
         ways.append(f"what was learned until then is in {kept}" if kept else "nothing was saved yet")
         return NonFiniteError(error.asked, f"{error.found}; {sentence}", error.why, ways)
@@ -193,7 +235,7 @@ class Loop:
         if self.evaluate is None or rule is None:
             return
         self.folder.vitals.beat("evaluate", state.step)
-        losses, early = self.evaluate(), rule.early_stop
+        losses, early = self.alive(self.evaluate), rule.early_stop
         loss = watched(losses, rule.watch)
         gain = state.best_eval is None or loss < state.best_eval - (early.min_delta if early else 0.0)
         append_jsonl(self.folder.evals, {"step": state.step, "eval_loss": loss, "eval_losses": losses, "best": gain})
@@ -210,7 +252,7 @@ class Loop:
         """Save the present step, unless it is saved already."""
         if self._saved != self.state.step:
             self.folder.vitals.beat("save", self.state.step)
-            stop.last_checkpoint = self.saver.save(self, best)
+            stop.last_checkpoint = self.alive(lambda: self.saver.save(self, best))
             self._saved = self.state.step
 
 

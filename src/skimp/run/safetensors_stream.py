@@ -25,12 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skimp.core.errors import CheckpointError, did_you_mean
+from skimp.core.errors import CheckpointError, DamagedCheckpoint, did_you_mean
 from skimp.core.units import format_bytes
 from skimp.run.durable import write_all
 from skimp.run.faults import reach
 from skimp.run.tensor_bytes import (
     ALIGNMENT,
+    CHUNK,
     DTYPES,
     NAMES,
     Later,
@@ -180,8 +181,8 @@ class SafetensorsReader:
             raise self._damaged(f"{size} bytes where its header says {8 + length + max(ends)}")
         return zlib.crc32(text, zlib.crc32(prefix))
 
-    def _damaged(self, found: str) -> CheckpointError:
-        return CheckpointError(f"reading {self.path}", found, "the file is damaged or not safetensors")
+    def _damaged(self, found: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(f"reading {self.path}", found, "the file is damaged or not safetensors")
 
     def names(self) -> list[str]:
         """All tensors, in file order."""
@@ -238,10 +239,29 @@ class SafetensorsReader:
         torch.autograd.graph.increment_version(tensor)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file.fileno(), self._start[name], spec.nbytes, os.POSIX_FADV_DONTNEED)
-        if checksum is not None and total != checksum:
-            raise CheckpointError(
+        if checksum is not None:
+            self._compare(name, total, checksum)
+
+    def verify(self, name: str, checksum: int) -> None:
+        """Read one tensor's bytes, a chunk at a time, and hold them against their checksum. Nothing is kept.
+
+        Raises:
+            DamagedCheckpoint: they changed on disk.
+        """
+        buffer = memoryview(bytearray(CHUNK))
+        offset, left, total = self._start[name], self.specs[name].nbytes, 0
+        while left:
+            part = buffer[: min(left, CHUNK)]
+            self._fill(part, offset)
+            total = zlib.crc32(part, total)
+            offset, left = offset + len(part), left - len(part)
+        self._compare(name, total, checksum)
+
+    def _compare(self, name: str, found: int, written: int) -> None:
+        if found != written:
+            raise DamagedCheckpoint(
                 f"reading '{name}' from {self.path}",
-                f"crc32 {total:08x} where {checksum:08x} was written",
+                f"crc32 {found:08x} where {written:08x} was written",
                 "its bytes changed on disk",
                 "go on from an older checkpoint, and check the disk",
             )

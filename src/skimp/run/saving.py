@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from skimp.core import rng
-from skimp.core.errors import CheckpointError
+from skimp.core.errors import CheckpointError, DamagedCheckpoint
 from skimp.optim.state import state_key
 from skimp.run import checkpoint, checkpoint_read
 from skimp.run.build import Run
-from skimp.run.checkpoint_folder import complete_steps, latest
+from skimp.run.checkpoint_folder import complete_steps, latest, set_aside
 from skimp.run.checkpoint_read import Checkpoint
 from skimp.run.environment import differences, environment
 from skimp.run.folder import begun
@@ -101,27 +101,54 @@ class _Lazily(Mapping[str, Any]):
         return len(self._numbers) + len(self._names)
 
 
-def open_newest(root: Path) -> Checkpoint:
-    """The newest complete checkpoint of a run, opened: a context manager.
+def open_newest(root: Path, say: Callable[[str], None] | None = None, whole: bool = False) -> Checkpoint:
+    """The newest sound checkpoint of a run, opened: a context manager.
+
+    One whose bytes changed on disk is set aside under another name, and the one before it is taken: the steps
+    between are repeated to the bit.
+
+    Args:
+        root: the run's checkpoint folder.
+        say: told of every checkpoint that is passed over, and why.
+        whole: read every tensor against its checksum first; else only the state is checked, and nothing set aside.
 
     Raises:
-        CheckpointError: there is none; names those that are not complete, and why.
+        CheckpointError: there is none; names those that are not complete or damaged, and why.
     """
-    newest = latest(root)
-    if newest is None:
-        broken = complete_steps(root)[1] if root.is_dir() else []
-        raise CheckpointError(
-            f"resume the run in {root.parent}",
-            "no complete checkpoint" + "".join(f"; {sentence}" for sentence in broken),
-            "a save did not finish or was damaged" if broken else "the run ended before its first save",
-            [
-                f"remove {root.parent} and start again, with checkpoint.every set",
-                "name another output folder: output=…",
-            ]
-            if begun(root.parent)
-            else "start it without --resume",
-        )
-    return checkpoint_read.load(newest)
+    good, broken = complete_steps(root) if root.is_dir() else ([], [])
+    say = say or (lambda _: None)
+    for sentence in broken:
+        say(f"passed over {sentence}")
+    for path in reversed(good):
+        try:
+            return _sound(path) if whole else checkpoint_read.load(path)
+        except DamagedCheckpoint as error:
+            sentence = f"{path}: {error.asked}: {error.found}"
+            if whole:
+                sentence += f"; set aside as {set_aside(path).name}"
+            broken.append(sentence)
+            say(f"passed over {sentence}; going on from the checkpoint before it")
+    raise CheckpointError(
+        f"resume the run in {root.parent}",
+        "no complete checkpoint" + "".join(f"; {sentence}" for sentence in broken),
+        "a save did not finish or was damaged" if broken else "the run ended before its first save",
+        [
+            f"remove {root.parent} and start again, with checkpoint.every set",
+            "name another output folder: output=…",
+        ]
+        if begun(root.parent)
+        else "start it without --resume",
+    )
+
+
+def _sound(path: Path) -> Checkpoint:
+    saved = checkpoint_read.load(path)
+    try:
+        saved.verify()
+    except BaseException:
+        saved.close()
+        raise
+    return saved
 
 
 def restore_place(saved: Checkpoint, recipe: Any, stream: Any, state: State) -> list[str]:

@@ -19,12 +19,14 @@ from skimp.core.errors import CheckpointError
 from skimp.core.memory.process import give_back, malloc_policy, reset_peak, resident, set_malloc_policy
 from skimp.core.rng import seed_everything
 from skimp.kernels.native import pool
+from skimp.run import faults
 from skimp.run.adapt import table_lines
 from skimp.run.base import Fingerprinted
 from skimp.run.build import Run, build
 from skimp.run.durable import write_json
 from skimp.run.environment import environment
 from skimp.run.folder import RunFolder, append_jsonl, begun, claim, truncate_jsonl
+from skimp.run.goback import GoBack
 from skimp.run.loggers.start import Loggers, shown
 from skimp.run.loop import Loop, State, watched
 from skimp.run.prepare import Text, given
@@ -38,7 +40,9 @@ from skimp.run.saving import (
     weights_from,
 )
 from skimp.run.signals import StopRequest
+from skimp.run.survive import Survival
 from skimp.run.voice import Voice
+from skimp.run.watchdog import Watchdog
 from skimp.run.weights import init_scratch, load_weights
 
 #: What a file system says when it takes no more: a sentence for the user, not a traceback.
@@ -145,7 +149,7 @@ def train(
         stack.callback(stream.close)
         state, saved = State(), None
         if resume:
-            saved = stack.enter_context(open_newest(folder.checkpoints))
+            saved = stack.enter_context(open_newest(folder.checkpoints, voice.say, whole=True))
             for sentence in restore_place(saved, recipe, stream, state):
                 voice.say(sentence)
             state.stopped = ""
@@ -169,8 +173,9 @@ def train(
         give_back()
         reset_peak()
         started = time.perf_counter()
-        base = Fingerprinted(_filler(recipe, source, voice)) if recipe.adapter is not None else None
-        fill = base or (weights_from(saved) if saved is not None else _filler(recipe, source, voice))
+        first, begin = stream.state_dict(), _filler(recipe, source, voice)
+        base = Fingerprinted(begin) if recipe.adapter is not None else None
+        fill = base or (weights_from(saved) if saved is not None else begin)
         run = build(recipe, plan.exact, source.config, fill=fill)
         stack.callback(run.close)
         if run.adapter is not None:
@@ -188,17 +193,26 @@ def train(
         saver = Saver(folder.checkpoints, recipe.checkpoint.keep, facts, lambda path: voice.say(f"saved {path}"))
         beside = _Beside(run, recipe, text, voice, state, folder)
         evaluate = beside.evaluate if recipe.eval is not None else None
-        loop = Loop(run, stream, text.schedule, folder, saver, evaluate, shown(voice, loggers), state)
+        faults.arm(run)
+        dog = (
+            stack.enter_context(Watchdog(run, recipe.budget.host, recipe.survive.margin))
+            if recipe.survive.watchdog
+            else None
+        )
+        back = GoBack(recipe, source.config, begin, first, dog, voice.say)
+        survival = Survival(plan, source.config, recipe.survive.retries, back, dog, voice.say)
+        loop = Loop(run, stream, text.schedule, folder, saver, evaluate, shown(voice, loggers), state, survival)
         with StopRequest() as stop:
             folder.vitals.beat("evaluate", state.step)
             if state.step == 0:
-                beside.before(stop)
+                loop.alive(lambda: beside.before(stop))
             stopped = loop.train(stop)
             if stopped in ("finished", "early stop"):
                 folder.vitals.beat("evaluate", state.step)
-                beside.after()
-        summary = summarise(run, plan, state, stopped, time.perf_counter() - started)
+                loop.alive(beside.after)
+        summary = summarise(run, survival.plan, state, stopped, time.perf_counter() - started)
         summary["data"] = {**text.prepared.report.as_dict(), "given": given(stream)}
+        summary["rss_peak_bytes"] = max(summary["rss_peak_bytes"], dog.highest if dog else 0)
         if state.step > 0:
             write_json(folder.path / "summary.json", summary)
     folder.vitals.ended(stopped)
@@ -286,6 +300,7 @@ def summarise(run: Run, plan: Any, state: State, stopped: str, wall: float) -> d
         "stopped": stopped,
         "wall_seconds": wall,
         "samples": state.samples,
+        "survived": state.survived,
         "malloc_policy": malloc_policy(),
         "plan": plan.as_dict(),
         "adapter_table": None if run.adapter is None else [asdict(row) for row in run.adapter.table()],

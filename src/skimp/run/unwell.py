@@ -30,15 +30,6 @@ def suspect(run: Run) -> tuple[str, bool]:
     return f"every parameter is finite, the largest number ({largest:.3g}) is in {where}", True
 
 
-def nothing_moved(run: Run) -> bool:
-    """Whether a step that raised has left every parameter as it was.
-
-    Gradients that are held are all checked before the first update, and so are those of the measuring pass
-    that clipping needs when stepping in backward. Without clipping that updates before it knows.
-    """
-    return not run.exact.in_backward or run.recipe.train.clip is not None
-
-
 def spiked(run: Run, loss: float, recent: list[float], step: int, newest: Path | None) -> NonFiniteError | None:
     """The error for a loss above `train.spike.factor` times its recent median, or None."""
     rule, usual = run.recipe.train.spike, median(recent)

@@ -71,10 +71,14 @@ def give_back() -> None:
 
 @dataclass(frozen=True)
 class Resident:
-    """Resident set size in bytes, now and at its highest."""
+    """Resident set size in bytes, now and at its highest; of it pages of files that are mapped.
+
+    The kernel drops such pages when it needs room (a token file of many GB may be touched from end to end).
+    """
 
     now: int
     peak: int
+    files: int = 0
 
 
 def resident() -> Resident:
@@ -84,9 +88,9 @@ def resident() -> Resident:
         with open("/proc/self/status", encoding="ascii", errors="replace") as status:
             for line in status:
                 key, _, rest = line.partition(":")
-                if key in ("VmRSS", "VmHWM"):
+                if key in ("VmRSS", "VmHWM", "RssFile"):
                     fields[key] = int(rest.split()[0]) * 1024
-        return Resident(fields["VmRSS"], fields["VmHWM"])
+        return Resident(fields["VmRSS"], fields["VmHWM"], fields.get("RssFile", 0))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peak *= 1 if platform.system() == "Darwin" else 1024
     return Resident(peak, peak)
