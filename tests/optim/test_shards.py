@@ -137,3 +137,17 @@ def test_a_rule_steps_on_columns_of_a_matrix(second_of_four: None) -> None:
     assert (local(p) < before).float().mean() > 0.9
     with pytest.raises(SkimpError, match="a sharded gradient"):
         rule.step_parameter(p, torch.ones(128, 40).bfloat16())
+
+
+def test_parameters_put_into_the_groups_by_others_keep_their_names() -> None:
+    """Accelerate's FSDP2 swaps sharded parameters for those the optimizer was made with, in place."""
+    old, new = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    rule = AdamW8bit([("w", old)], lr=0.1)
+    rule.param_groups[0]["params"] = [new]
+    new.grad = torch.ones(4, 4)
+    rule.step()
+    assert rule.parameters() == [new]
+    assert rule.name_of(new) == "w"
+    assert [name for name, key, _ in rule.named_state() if key == "step"] == ["w"]
+    assert [row.parameter for row in rule.table()] == ["w"]
+    assert float(new.detach().mean()) < 1.0

@@ -183,7 +183,7 @@ class UpdateRule(torch.optim.Optimizer):
 
     def init_states(self) -> None:
         """Allocate the state of all parameters now instead of in the first step."""
-        for p in self._where:
+        for p in self.parameters():
             self.init_state(p)
 
     def state_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -192,7 +192,7 @@ class UpdateRule(torch.optim.Optimizer):
 
     def named_state(self) -> Iterator[tuple[str, str, Tensor | int]]:
         """(parameter name, key, tensor or number) of all existing state, in the order of the groups."""
-        for p in self._where:
+        for p in self.parameters():
             if p in self.state:
                 for key, value in self.state[p].items():
                     yield self.name_of(p), key, value
@@ -212,7 +212,7 @@ class UpdateRule(torch.optim.Optimizer):
             CheckpointError: an entry is missing, or has another shape or dtype than this rule's. Nothing is
                 cast.
         """
-        for p in self._where:
+        for p in self.parameters():
             name = self.name_of(p)
             keys = ["step", *self.spec_of(p)]
             self._restore(p, {key: entry(saved, state_key(name, key), self.rule) for key in keys})
@@ -239,7 +239,7 @@ class UpdateRule(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         self.state = held
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        for p, index in zip(list(self._where), ids, strict=True):
+        for p, index in zip(self.parameters(), ids, strict=True):
             if index in saved:
                 self._restore(p, saved[index])
             else:
@@ -264,6 +264,7 @@ class UpdateRule(torch.optim.Optimizer):
 
     def parameters(self) -> list[Tensor]:
         """All parameters, in the order of the groups."""
+        self._index()
         return list(self._where)
 
     def group_of(self, p: Tensor) -> dict[str, Any]:
@@ -271,6 +272,9 @@ class UpdateRule(torch.optim.Optimizer):
         return self.param_groups[self._place(p)[0]]
 
     def _place(self, p: Tensor) -> tuple[int, int]:
+        if p not in self._where:
+            # Accelerate puts sharded parameters into the groups in place of those the optimizer was made with.
+            self._index()
         if p not in self._where:
             raise SkimpError(
                 f"{self.rule}: a parameter of this optimizer",
@@ -288,8 +292,8 @@ class UpdateRule(torch.optim.Optimizer):
     def table(self) -> list[Row]:
         """One row for every parameter, so that none falls between groups."""
         rows = []
-        for p, (i, _) in self._where.items():
-            group = self.param_groups[i]
+        for p in self.parameters():
+            group = self.group_of(p)
             rows.append(
                 Row(
                     self.name_of(p),
