@@ -38,6 +38,7 @@ def attach(
     chunked_loss: bool = False,
     documents: bool = False,
     step_in_backward: bool = False,
+    positions: bool = False,
 ) -> Attached:
     """Put techniques into `trainer`; call it after the trainer is made and before `trainer.train()`.
 
@@ -50,6 +51,8 @@ def attach(
         documents: attention inside document boundaries that the collator declares (CPU); no S × S mask is built.
         step_in_backward: each parameter moves as soon as its gradient is final, which is then freed. Needs one of
             skimp's update rules; with `max_grad_norm` > 0 every batch runs forward and backward twice.
+        positions: nothing but what every attached trainer has: the place of each forward in the run is declared, which
+            skimp's LoRA needs for its dropout.
 
     Returns:
         The handle: `remove()` takes everything out again. It is a callback of the trainer and checks after the first
@@ -62,7 +65,7 @@ def attach(
     model = causal_model(trainer)
     structure = read_structure(model)
     chosen = range(len(structure.blocks)) if recompute == "all" else tuple(recompute or ())
-    check(trainer, model, structure, chosen, fused, chunked_loss, documents, step_in_backward)
+    check(trainer, model, structure, chosen, fused, chunked_loss, documents, step_in_backward, positions)
     attached = Attached(trainer, model, structure)
     try:
         attached.put(chosen, fused, chunked_loss, documents, step_in_backward)
@@ -112,7 +115,7 @@ class Attached(TrainerCallback):
             self._undo.append(self.recompute.remove)
         if documents:
             self._put_attention()
-        self.forward = Forward(self.model)
+        self.forward = Forward(self.model, self.trainer)
         self._undo.append(self.forward.remove)
         if documents:
             self.forward.watch(self.model.get_submodule(self.structure.blocks[0]))
@@ -120,7 +123,7 @@ class Attached(TrainerCallback):
             self.loss = ChunkedLoss(self.trainer, self.model, self.structure, self.forward)
             self._undo.append(self.loss.remove)
         if in_backward:
-            self.backward = StepsInBackward(self.trainer)
+            self.backward = StepsInBackward(self.trainer, self.forward)
             self._undo.append(self.backward.remove)
 
     def _put_attention(self) -> None:

@@ -12,13 +12,15 @@ from typing import Any
 from skimp.core import rng
 from skimp.core.errors import EffectError
 from skimp.core.gradients import Delivered, InBackward
+from skimp.hf.forward import Forward
 
 
 class StepsInBackward:
     """Takes the place of a trainer's `training_step` and corrects what it logs."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, forward: Forward) -> None:
         self.trainer = trainer
+        self._forward = forward
         self.rule = trainer.optimizer
         clip = trainer.args.max_grad_norm
         named = [(n, p) for n, p in trainer.model.named_parameters() if p.requires_grad]
@@ -40,6 +42,7 @@ class StepsInBackward:
         for index in range(passes):
             if index > 0:
                 rng.restore(random)
+                self._forward.again()
                 if seen is not None:  # TRL counts tokens in its loss: once a batch, not once a pass
                     self.trainer._total_train_tokens = seen
             self.delivery.begin(index)

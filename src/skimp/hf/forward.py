@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,6 +13,10 @@ from torch import nn
 
 from skimp.core import attention
 from skimp.core.errors import EffectError
+from skimp.core.position import declared_position
+
+#: More rows than one process has in a step, so that no two processes share an address.
+ROWS_OF_A_PROCESS = 2**20
 
 #: The key under which a collator declares document boundaries; see `skimp.hf.documents`.
 DOCUMENTS = "documents"
@@ -20,14 +25,20 @@ DOCUMENTS = "documents"
 class Forward:
     """Stands before `model.forward` (and before what the trainer put there itself, such as TRL's head).
 
+    Args:
+        model: the causal language model.
+        trainer: says which optimizer step it is; without it no position is declared.
+
     Attributes:
         trained: forwards that built a graph.
         declared: those whose batch declared documents.
         instead: a forward to run in place of the model's own; it gets the same arguments, and None passes on.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, trainer: Any = None) -> None:
         self.model = model
+        self._trainer = trainer
+        self._step = self._row = -1
         self.trained = self.declared = 0
         self.instead: Callable[..., Any] | None = None
         self._plain = model.forward
@@ -53,9 +64,24 @@ class Forward:
             # A block that runs again would append its keys to the cache a second time.
             kwargs["use_cache"] = False
         declared = attention.declared(documents) if documents is not None else contextlib.nullcontext()
-        with declared:
+        with declared, self._position(args, kwargs):
             out = self.instead(*args, **kwargs) if self.instead is not None else None
             return self._plain(*args, **kwargs) if out is None else out
+
+    def _position(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+        """Declare which rows of which optimizer step these are: dropout of additions is addressed by it."""
+        ids = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs_embeds"))
+        if self._trainer is None or ids is None or not self.model.training:
+            return contextlib.nullcontext()
+        if self._trainer.state.global_step != self._step:
+            self._step, self._row = self._trainer.state.global_step, 0
+        first = self._row
+        self._row += ids.shape[0]
+        return declared_position(self._step, self._trainer.args.process_index * ROWS_OF_A_PROCESS + first)
+
+    def again(self) -> None:
+        """The step's rows come once more: what is addressed by them must be the same."""
+        self._row = 0
 
     def watch(self, block: nn.Module) -> None:
         """Count, until `assert_documents`, how often a block gets a mask: with declared documents it must not."""

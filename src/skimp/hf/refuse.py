@@ -23,9 +23,10 @@ def check(
     chunked_loss: bool,
     documents: bool,
     step_in_backward: bool,
+    positions: bool,
 ) -> None:
     """Raise ConflictError for the first thing that cannot go together."""
-    if not (blocks or fused or chunked_loss or documents or step_in_backward):
+    if not (blocks or fused or chunked_loss or documents or step_in_backward or positions):
         raise ConflictError("attach", "no technique", instead="name at least one, for example recompute='all'")
     _trainer(trainer)
     if blocks:
