@@ -14,7 +14,8 @@ from skimp.core.errors import DataError
 from skimp.data.chat import Chat
 from skimp.data.kinds import Rows, Rules, is_plain, kind_of
 from skimp.data.messages import RowError
-from skimp.data.readers import BLOCK, Entry, Text, cut, read_plain, read_records
+from skimp.data.pairs import check_pairs, not_yet
+from skimp.data.readers import BLOCK, Entry, Record, Text, cut, read_plain, read_records
 from skimp.data.sources import SourceFile
 from skimp.data.split import is_held
 from skimp.data.tokenizer import LoadedTokenizer, with_exact_places
@@ -124,9 +125,24 @@ class Encoder:
             DataError: a kind cannot be told, or a file is broken.
         """
         for index, file in enumerate(files):
-            if self.source(index) not in self.kinds:
-                self._kind(index, file)
+            if self.source(index) not in self.kinds and self._kind(index, file) == "preference":
+                self._check_pairs(files, self.source(index))
         return [self.kinds.get(s, "text") for s in sorted({self.source(i) for i in range(len(files))})]
+
+    def _check_pairs(self, files: Sequence[SourceFile], source: int) -> None:
+        """Read a whole source of preference pairs, and say that they are sound but not trained on yet."""
+        of_source = [(i, f) for i, f in enumerate(files) if self.source(i) == source]
+        names = self.rules.fields
+        wanted = Rows("preference", self.rules, self._chat).columns
+
+        def rows() -> Iterator[tuple[Record, str]]:
+            for index, file in of_source:
+                if self._kind(index, file) is not None:
+                    for record in read_records(file, self.encoding, columns=wanted):
+                        yield record, f"{file.path}, row {record.row}"
+
+        counts = check_pairs(rows(), names, self.rules.bad_rows == "drop")
+        raise not_yet(", ".join(f.path for _, f in of_source[:3]), counts, names)
 
     def documents(self, files: Sequence[SourceFile], start: int = 0, entry: Entry | None = None) -> Iterator[Encoded]:
         """All documents of `files[start:]`, the first of them from `entry` on."""

@@ -112,12 +112,12 @@ def kind_of(asked: str, names: Sequence[str], fields: Fields, where: str) -> str
     )
 
 
-def no_field(where: str, name: str, there: Sequence[str]) -> RowError:
+def no_field(where: str, name: str, there: Sequence[str], key: str = "data.field") -> RowError:
     return RowError(
         "field missing",
         f"{where}: the field '{name}'",
         f"fields there: {', '.join(map(str, there[:20])) or 'none'}",
-        instead=[f"data.field={k}" for k in there[:3]] or "another file",
+        instead=[f"{key}={k}" for k in there[:3]] or "another file",
     )
 
 
@@ -148,7 +148,9 @@ class Rows:
         where = f"{file.path}, row {record.row}"
         for name in self.rules.fields.of(self.kind):
             if name not in record.fields:
-                raise no_field(where, name, list(record.fields))
+                parts = {v: f"data.fields.{k}" for k, v in asdict(self.rules.fields).items()}
+                key = "data.field" if self.kind == "text" else parts[name]
+                raise no_field(where, name, list(record.fields), key)
         if self.kind == "text":
             return Text(record.row, record.offset, self._words(record, self.rules.fields.text, where))
         if self.kind == "messages":
