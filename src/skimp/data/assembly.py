@@ -52,7 +52,9 @@ def stored_text(
         digests.append(texts if chosen is None else texts[chosen])
         if mask is not None:
             set_name = name_of_held(name)
-            validations[set_name], found = rows_from_store(store, data, set_name, reused[key], mask, held_words)
+            validations[set_name], found = rows_from_store(
+                store, data, set_name, reused[key], mask, held_words, trains=False
+            )
             held.append(found)
             notes += shared_texts(digests[-1], texts[mask])
     for name in data.validation_sets:
@@ -113,7 +115,7 @@ def _mixed(
 
 def _validation(store: TokenStore, data: TextData, name: str, reused: bool) -> tuple[Rows, SetReport]:
     chosen, words = cap_validation(store, data)
-    return rows_from_store(store, data, name, reused, chosen, words)
+    return rows_from_store(store, data, name, reused, chosen, words, trains=False)
 
 
 def streamed_text(
@@ -182,6 +184,9 @@ class _Opened:
         with self.stream(1, 1) as first:
             self.facts = first.tokenizer_facts()
         self.data = replace(data, too_long=_one_rule(data, sources, self.facts["kinds"]))
+        if set(self.facts["kinds"]) != {"text"}:  # the first row tells that an answer is left to train on
+            with self.stream(1, 1) as first:
+                first.next_step()
         ends = [[f.kind, f.path if f.kind == "hub" else _glimpse(f.path)] for f in self.files]
         text = digest_of([ends, *rules, self.job["formats"]])[:32]
         self.identity = {**_identity(self.data), "train": text, "window_rows": data.window_rows}

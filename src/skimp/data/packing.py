@@ -176,17 +176,19 @@ def _trained_in(
     return np.asarray(both[len(starts) :] - both[: len(starts)])
 
 
-def nothing_left(counts: PackingCounts, seq_len: int, longest: int, name: str = "train") -> DataError:
+def nothing_left(
+    counts: PackingCounts, seq_len: int, longest: int, name: str = "train", trains: bool = True
+) -> DataError:
     """The error for a set without a row; `longest` is its longest document in tokens."""
     lost = counts.untrained_documents
     found = f"{counts.documents_in} documents, none of which fits and predicts; the longest has {longest} tokens"
     ways: list[str] | str = "give more text"
-    if longest > seq_len:
+    if longest > seq_len:  # a whole document surely holds a trained token
         ways = [f"data.seq_len={longest}", *([] if lost else ["data.too_long=split"])]
     return DataError(
         f"rows of {seq_len} tokens" + ("" if name == "train" else f" of the set '{name}'"),
         found + (f"; in {lost} the prompt fills the row and leaves no trained token" if lost else ""),
-        f"nothing is left to {'train' if name == 'train' else 'evaluate'} on",
+        f"nothing is left to {'train' if trains else 'evaluate'} on",
         ways,
     )
 

@@ -100,8 +100,10 @@ def rows_from_store(
     reused: bool,
     chosen: np.ndarray | None = None,
     held_out: str = "",
+    trains: bool = True,
 ) -> tuple[Rows, SetReport]:
-    """The rows of the documents `chosen` (bool mask; None: all), and their report."""
+    """The rows of the documents `chosen` (bool mask; None: all) for training or (not `trains`) evaluation, and their
+    report."""
     offsets = store.column("documents")
     documents = np.arange(store.documents) if chosen is None else np.flatnonzero(chosen)
     sources = store.source_of(documents)
@@ -121,7 +123,7 @@ def rows_from_store(
         parts.append(part)
     table, counts = join_tables([t for t, _ in parts]), join_counts([c for _, c in parts])
     if not table.rows:
-        raise nothing_left(counts, data.seq_len, int(np.diff(offsets)[documents].max(initial=0)), name)
+        raise nothing_left(counts, data.seq_len, int(np.diff(offsets)[documents].max(initial=0)), name, trains)
     rows = Rows(table, store.read, int(store.meta["tokenizer"]["end"]), store.trained)
     return rows, _report(store, data, name, reused, counts, held_out)
 
