@@ -156,7 +156,9 @@ def trainer(job: dict[str, Any]) -> None:
             self.last = time.perf_counter()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            losses.append(same.total.item())
+            # With clipping in backward every batch goes through twice.
+            passes = same.skimp.backward.delivery.passes if job.get("attach", {}).get("step_in_backward") else 1
+            losses.append(same.total.item() / passes)
             same.total = None
             now = time.perf_counter()
             seconds.append(now - self.last)
@@ -169,7 +171,16 @@ def trainer(job: dict[str, Any]) -> None:
         max_grad_norm=CLIP, use_cpu=True, save_strategy="no", logging_strategy="no", report_to=[],
         disable_tqdm=True, seed=0, train_sampling_strategy="sequential", **job["settings"],
     )  # fmt: skip
-    same = Same(model=model, args=arguments, train_dataset=rows, callbacks=[Clock()])
+    rule = None
+    if job.get("rule"):
+        from skimp.core.registry import load
+
+        rule = load(job["rule"], "update rule")(model.named_parameters(), lr=LR, weight_decay=0.0)
+    same = Same(model=model, args=arguments, train_dataset=rows, callbacks=[Clock()], optimizers=(rule, None))
+    if job.get("attach"):
+        from skimp.hf import attach
+
+        attach(same, **job["attach"])
     same.train()
     result = {"baseline": baseline, "losses": losses, "seconds": seconds, "own_peak": high_water()}
     Path(job["out"]).write_text(json.dumps(result), "utf-8")
