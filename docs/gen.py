@@ -98,7 +98,7 @@ def pairs_page(known: Mapping[str, Facts]) -> str:
         f"`make test-all` runs all of them). Of {count} pairs {len(refused)} are refused, each for a reason of "
         "mathematics; a ✗ leads to it. Columns are numbered as rows.",
         "",
-        "| | method | " + " | ".join(str(number[name]) for name in names) + " |",
+        "| # | method | " + " | ".join(str(number[name]) for name in names) + " |",
         "|---|---|" + ":-:|" * len(names),
     ]
     for one in names:
