@@ -286,3 +286,55 @@ def test_trainers_checkpoints_resume_bit_for_bit(tmp_path: Path, techniques: dic
     assert "skimp" not in json.dumps(saved)
     resumed = train("resumed", resume=True)
     assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+
+
+# ---------------------------------------------------------------------- other families
+SHAPE: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 104,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": 1024,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": 1024},
+    "qwen3": {**SHAPE, "head_dim": 16, "tie_word_embeddings": True},
+    "mistral": {**SHAPE, "sliding_window": 7},
+    "gemma2": {
+        **SHAPE,
+        "head_dim": 12,
+        "query_pre_attn_scalar": 12,
+        "sliding_window": 7,
+        "attn_logit_softcapping": 20.0,
+        "final_logit_softcapping": 15.0,
+        "attn_implementation": "eager",  # the only one of HF's that caps
+    },
+    "granite": {**SHAPE, "logits_scaling": 4.0},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_and_gradients_of_other_families(tmp_path: Path, family: str) -> None:
+    """Windows, caps, scaled logits, tied heads: padded rows, with everything attached that does not move weights."""
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if family == "gpt2" else {}
+    found = []
+    for techniques in ({}, {"recompute": "all", "chunked_loss": True, "documents": True}):
+        torch.manual_seed(0)
+        shape = dict(FAMILIES[family])
+        implementation = shape.pop("attn_implementation", "sdpa")
+        config = transformers.AutoConfig.for_model(family, bos_token_id=1, eos_token_id=2, **shape, **no_dropout)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).train()
+        trainer = make(tmp_path, model)
+        handle = attach(trainer, **techniques) if techniques else None
+        batch = trainer.data_collator(raw(CASES["whole"])[:3])
+        loss = trainer.compute_loss(model, batch, num_items_in_batch=torch.tensor(70))
+        loss.backward()
+        if handle is not None:
+            handle.assert_effect()
+        found.append((float(loss.detach()), {n: p.grad for n, p in model.named_parameters()}))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
+    for name, grad in found[0][1].items():
+        bound = 1e-5 * max(1e-3, float(grad.abs().max()))
+        torch.testing.assert_close(found[1][1][name], grad, rtol=0, atol=bound)
