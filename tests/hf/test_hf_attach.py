@@ -110,8 +110,9 @@ def test_nothing_to_fuse_leaves_the_trainer_as_it_was(tmp_path: Path, make_tiny:
 EVERYTHING: dict[str, Any] = {"recompute": "all", "chunked_loss": True, "documents": True, "step_in_backward": True}
 
 
-def test_remove_takes_everything_out(tmp_path: Path) -> None:
-    trainer = make(tmp_path)
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
+def test_remove_takes_everything_out(tmp_path: Path, half: bool) -> None:
+    trainer = make(tmp_path, bf16=half)
     model, collator, attention = trainer.model, trainer.data_collator, trainer.model.config._attn_implementation
     methods = {n: getattr(trainer, n) for n in ("compute_loss", "prediction_step", "training_step", "log")}
     handle = attach(trainer, fused=library.available(), **EVERYTHING)
@@ -125,7 +126,7 @@ def test_remove_takes_everything_out(tmp_path: Path) -> None:
     assert trainer.data_collator is collator
     assert model.config._attn_implementation == attention
     assert {n: getattr(trainer, n) for n in methods} == methods
-    assert not [name for name, module in model.named_modules() if "forward" in module.__dict__]
+    assert not [name for name, module in model.named_modules() if {"forward", "_original_forward"} & set(vars(module))]
     assert not [n for n, p in model.named_parameters() if p._post_accumulate_grad_hooks]
     model.zero_grad()
     before = [p.detach().clone() for p in model.parameters()]

@@ -52,7 +52,7 @@ class Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self._run(*args, **kwargs)
 
-        model.forward = forward
+        model.forward = self._put = forward
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         documents = kwargs.pop(DOCUMENTS, None)
@@ -119,6 +119,8 @@ class Forward:
         """Give the model its forward back."""
         if self._watch is not None:
             self._watch.remove()
+        if self.model.__dict__.get("_original_forward") is self._put:
+            del self.model._original_forward  # Accelerate's note of what it wrapped for mixed precision
         if self._own is None:
             del self.model.forward
         else:
