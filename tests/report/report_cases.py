@@ -75,6 +75,12 @@ SUMMARY = {
     "measured_peak_bytes": 11 * GB // 10, "rss_peak_bytes": 15 * GB // 10, "rss_baseline_bytes": 4 * GB // 10,
     "stopped": "finished", "steps": 6, "samples": {"before": "<b>once", "after": "twice"},
     "versions": {"torch": "2.13", "threads": 2},
+    "data": {"trains": [{"name": "train", "sources": ["a.jsonl"], "rows_read": 1234, "dropped": {"empty": 3},
+                         "packing": {"documents_in": 1200, "tokens_in": 50_000, "rows": 98, "trained_tokens": 48_800,
+                                     "padding_tokens": 0, "truncated_documents": 2}}], "validations": [],
+             "notes": ["a note of the data"]},
+    "adapter_table": [{"module": f"layers.{i}.q", "target": "q_proj", "shape": [4, 4], "rank": 2, "parameters": 16,
+                       "bytes": 64} for i in range(3)],
     "optimizer_table": [
         {"parameter": f"layers.{i}.w", "shape": [4, 4], "rule": "adamw", "lr": 1e-3, "weight_decay": 0.1,
          "state_bytes": 128} for i in range(12)

@@ -99,7 +99,9 @@ def test_values_have_names_and_units() -> None:
         "memory_gb/now": 2.0, "memory_gb/peak": 3.0, "memory_gb/planned": 4.0,
     }  # fmt: skip
     assert of_step({"loss": float("nan"), "grad_norm": True}, {}) == {}
-    assert of_evaluation({"eval_loss": 2, "eval_losses": {"code": 1.5}}) == {"eval/loss": 2.0, "eval/code": 1.5}
+    assert of_evaluation({"eval_loss": 2, "eval_losses": {"validation": 2}}) == {"eval/loss": 2.0}
+    several = {"eval_loss": 2, "eval_losses": {"code": 1.5, "prose": 2}}
+    assert of_evaluation(several) == {"eval/loss": 2.0, "eval/code": 1.5, "eval/prose": 2.0}
 
 
 def follower(folder: Path, *writers: Noted) -> tuple[Follower, list[str]]:

@@ -48,11 +48,11 @@ def curves(story: Story) -> list[str]:
 
 
 def held_out(story: Story) -> list[Curve]:
-    """One curve for each held-out text: every number of evals.jsonl whose name speaks of a loss."""
+    """One curve for each held-out text; where there is one, it needs no name."""
     found: dict[str, Curve] = {}
     for row in story.evals:
         named = row.get("eval_losses")
-        values = named if isinstance(named, dict) and named else {"": row.get("eval_loss")}
+        values = named if isinstance(named, dict) and len(named) > 1 else {"": row.get("eval_loss")}
         for name, value in values.items():
             if isinstance(value, (int, float)):
                 words = f"held-out {name}".strip()

@@ -159,12 +159,13 @@ def _samples(story: Story) -> str:
 
 def _data(story: Story) -> str:
     counts = story.summary.get("data")
-    return _section("Data", tables.pairs(counts)) if isinstance(counts, dict) and counts else ""
+    return _section("Data", tables.data(counts)) if isinstance(counts, dict) else ""
 
 
 def _details(story: Story) -> str:
     s = story.summary
     parts = [
+        ("Adapter, by target", tables.adapter_table(s.get("adapter_table") or ())),
         ("Optimizer and weight decay, by parameter", tables.optimizer_table(s.get("optimizer_table") or ())),
         ("Recipe", f"<pre>{escape(_yaml(story.recipe))}</pre>"),
         ("Machine and versions", tables.pairs(s.get("versions") or {})),

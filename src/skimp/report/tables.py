@@ -114,6 +114,49 @@ def optimizer_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return table(("parameters", "how many", "shape", "rule", "weight decay", "state"), cells, "numbers")
 
 
+def data(counts: Mapping[str, Any]) -> str:
+    """What became of the rows that were read: one line a set, and what was left out with its reason."""
+    rows, lost = [], []
+    for part in (*counts.get("trains", ()), *counts.get("validations", ())):
+        packing = part.get("packing", {})
+        numbers = [part.get("rows_read"), *(packing.get(k) for k in ("documents_in", "tokens_in", "rows"))]
+        cells = [f"{n:,}" if n is not None else "–" for n in (*numbers, packing.get("trained_tokens"))]
+        rows.append([escape(str(part.get("name", ""))), *cells, escape(", ".join(part.get("sources", ())))])
+        left = {**part.get("dropped", {}), **{words: packing.get(key) for key, words in LEFT_OUT.items()}}
+        lost += [f"{part.get('name')}: {n:,} {why}" for why, n in left.items() if n]
+    head = ("", "rows read", "documents", "tokens", "rows packed", "trained tokens an epoch", "from")
+    items = "".join(f"<li>{escape(text)}</li>" for text in (*lost, *counts.get("notes", ())))
+    return table(head, rows, "numbers last-left") + (f"<ul>{items}</ul>" if items else "")
+
+
+LEFT_OUT = {
+    "truncated_documents": "documents truncated",
+    "truncated_tokens": "tokens lost by truncation",
+    "dropped_documents": "documents dropped as longer than a row",
+    "untrained_documents": "rows dropped: nothing in them to train on",
+    "tail_tokens": "tokens dropped: nothing to predict",
+    "padding_tokens": "positions of padding",
+}
+
+
+def adapter_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What an adapter added, by target."""
+    grouped: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        grouped.setdefault((str(row["target"]), int(row["rank"])), []).append(row)
+    cells = [
+        [
+            f"<code>{escape(target)}</code>",
+            f"{len(found):,}",
+            str(rank) if rank else "trained in full",
+            f"{sum(int(r['parameters']) for r in found):,}",
+            size(sum(int(r["bytes"]) for r in found)),
+        ]
+        for (target, rank), found in grouped.items()
+    ]
+    return table(("target", "modules", "rank", "parameters", "bytes"), cells, "numbers")
+
+
 def pairs(values: Mapping[str, Any]) -> str:
     """Names and plain values."""
     rows = [[escape(k), escape(_plain(v))] for k, v in values.items() if v not in (None, "", {}, [])]

@@ -28,7 +28,7 @@ def of_evaluation(row: Mapping[str, Any]) -> dict[str, float]:
     """Named values of one evaluation: its loss, and that of each held-out text where there are several."""
     found = {"eval/loss": float(row["eval_loss"])} if _number(row.get("eval_loss")) else {}
     several = row.get("eval_losses")
-    if isinstance(several, Mapping):
+    if isinstance(several, Mapping) and len(several) > 1:
         found |= {f"eval/{name}": float(value) for name, value in several.items() if _number(value)}
     return found
 
