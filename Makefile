@@ -19,7 +19,7 @@ SHORT := train.steps=3 data.seq_len=128 train.batch_tokens=512 eval.tokens=1024
 
 .DEFAULT_GOAL := help
 .PHONY: help install native train quickstart-short test test-all lint format types docs docs-serve \
-        bench-hf bench-attach bench-oracle bench-plan bench-resident bench-kills clean
+        bench-hf bench-attach bench-oracle bench-plan bench-resident bench-kills bench-loggers pictures clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -101,6 +101,13 @@ bench-resident: install  ## predicted against measured resident memory
 
 bench-kills: install  ## kill a run twenty times; the weights must come out bit-equal
 	$(BIN)/python benchmarks/kills.py $(ARGS)
+
+bench-loggers: install  ## memory that each logger takes, in the training process and beside it
+	$(BIN)/python benchmarks/loggers.py $(ARGS)
+
+RUN ?= runs/quickstart
+pictures: $(STAMP)  ## the pictures of the docs, from the folder of a run (RUN=runs/quickstart)
+	$(BIN)/python docs/pictures.py $(RUN)
 
 clean:  ## remove caches and the built site; .venv and runs/ stay
 	rm -rf site build dist .pytest_cache .mypy_cache .ruff_cache

@@ -14,6 +14,9 @@ from skimp.core.units import format_bytes, format_seconds
 from skimp.run.voice import Progress as Step
 from skimp.run.voice import Voice
 
+#: Columns that a step's whole line takes.
+NARROW = 112
+
 
 class Screen(Voice):
     """A `Voice` on a terminal; on a pipe, one line a step."""
@@ -57,9 +60,11 @@ class Screen(Voice):
         self._show("loading weights", done, total, "tensors")
 
     def step(self, progress: Step) -> None:
+        # In a narrow window memory takes a line of its own, instead of a break between a number and its unit.
+        apart = "\n" if self.console.is_terminal and self.console.width < NARROW else " · "
         facts = (
             f"loss {progress.loss:.4f} · {progress.tokens_per_second:,.0f} tok/s · "
-            f"{self._left(progress)} left · "
+            f"{self._left(progress)} left{apart}"
             f"memory {format_bytes(progress.memory)}, peak {format_bytes(progress.peak)}{self.budget}"
         )
         self._show("step", progress.step, progress.steps, facts)

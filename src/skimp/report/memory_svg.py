@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from skimp.core.units import format_bytes
-from skimp.report.step_memory import StepMemory
+from skimp.report.step_memory import SHORT, StepMemory
 from skimp.report.svg import (
     Scale,
     apart,
@@ -91,6 +91,9 @@ def _levels(memory: StepMemory, y: Scale) -> list[str]:
         found.append(polyline([(RIGHT, height), (RIGHT + 10, label - 4), (RIGHT + 14, label - 4)], f"leader {kind}"))
         found.append(text(RIGHT + 18, label - 2, format_bytes(size), f"level-size {kind}"))
         found.append(text(RIGHT + 18, label + 11, words, "level-name"))
+    if memory.planned is not None:
+        found.append(line(RIGHT + 18, BOTTOM - 8, RIGHT + 52, BOTTOM - 8, "plan-line"))
+        found.append(text(RIGHT + 58, BOTTOM - 4, "planned, block by block", "level-name"))
     if memory.beyond:
         found.append(text(RIGHT, TOP + 12, "↑ " + memory.beyond, "level-name", "end"))
     return found
@@ -108,7 +111,7 @@ def _phases(memory: StepMemory, x: Scale) -> str:
         width = x(end) - x(begin)
         kind = name.partition(" ")[0]
         found.append(rect(x(begin), 26, width - 0.5, 15, f"phase p-{kind}", f"{name}: {end - begin:.2f} s"))
-        found.append(_fitting(x(begin), width, 37.5, (name, name[:5], name[:3])))
+        found.append(_fitting(x(begin), width, 37.5, (name, SHORT.get(name, name))))
         if width > 12:
             found.append(line(x(begin), 42, x(begin), BOTTOM, "cut"))
     return "".join(found)

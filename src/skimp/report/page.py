@@ -107,7 +107,11 @@ def _memory(story: Story, memory: StepMemory | None) -> str:
         return _section("Memory", "<p>No step of this run was watched: it ended before its second.</p>")
     process = " The grey ground is the process itself, measured before any tensor." if story.baseline else ""
     line = " The thin black line is what the system counted for the process." if memory.resident else ""
-    over = " Dotted: the most that the plan foretold for that phase and block." if memory.planned else ""
+    over = (
+        " Dotted: the most that the plan foretold for that phase and block in any micro-batch."
+        if memory.planned
+        else ""
+    )
     told = f"<p>Every tensor of one optimizer step, by what it is for.{process}{line}{over}</p>"
     return _section(
         f"Memory over one step (the {_ordinal(memory.step)})",
@@ -139,7 +143,7 @@ def _plan(story: Story) -> str:
     body = f"<p>Fullest moment, as planned: {escape(plan.get('where', ''))}.</p><ul>{why}</ul>"
     if others:
         listed = tables.table(("", "peak", "way", "to type"), others)
-        body += f"<details><summary>{len(others)} other ways</summary>{listed}</details>"
+        body += f"<details><summary>Other ways: {len(others)}</summary>{listed}</details>"
     if notes:
         body += f"<details><summary>Notes</summary><ul>{notes}</ul></details>"
     return _section("What was chosen, and why", body)

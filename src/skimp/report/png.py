@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 from skimp.core.units import format_bytes
-from skimp.report.step_memory import StepMemory
+from skimp.report.step_memory import SHORT, StepMemory
 from skimp.report.svg import apart
 
 #: Neighbours differ in lightness, so that they can be told apart in grey: process light, weights dark, optimizer
@@ -54,12 +54,12 @@ def memory_png(memory: StepMemory, title: str) -> bytes:
         axes.step(memory.seconds, [b / gb for b in memory.planned], ":", where="post", color="#111418", lw=1.2)
     if memory.resident is not None:
         axes.plot(memory.seconds, [r / gb for r in memory.resident], color="#111418", linewidth=1.0)
-    axes.set_xlim(0, memory.end)
-    axes.set_ylim(0, 1.13 * memory.highest / gb)
     axes.set_xlabel(f"seconds into optimizer step {memory.step}")
     axes.set_ylabel(unit)
     axes.spines[["top", "right"]].set_visible(False)
     _levels(axes, memory, gb)
+    axes.set_xlim(0, memory.end)
+    axes.set_ylim(0, 1.13 * memory.highest / gb)
     _peak(axes, memory, gb)
     _strips(figure, memory)
     figure.text(0.06, 0.945, f"{title}: memory over one optimizer step", fontsize=11, fontweight="bold")
@@ -109,6 +109,9 @@ def _levels(axes: Any, memory: StepMemory, gb: float) -> None:
             color=colour,
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.7, "relpos": (0, 0.5), "shrinkB": 0},
         )
+    if memory.planned is not None:
+        axes.plot([1.02 * memory.end, 1.06 * memory.end], [0.02 * top] * 2, ":", color="#111418", lw=1.2, clip_on=False)
+        axes.text(1.07 * memory.end, 0.02 * top, "planned, block by block", va="center", fontsize=8.5)
     if memory.beyond:
         axes.text(memory.end, top * 0.97, "↑ " + memory.beyond, ha="right", va="top", fontsize=8.5)
 
@@ -138,7 +141,7 @@ def _strips(figure: Any, memory: StepMemory) -> None:
     for name, begin, end in memory.phases:
         colour = STRIPS.get(name.partition(" ")[0], "#e6e9ec")
         strip.barh(0.5, end - begin, left=begin, height=0.9, color=colour, edgecolor="#b8bec4", linewidth=0.4)
-        _fitting(strip, begin, end, 0.5, memory.end, (name, name[:5], name[:3]))
+        _fitting(strip, begin, end, 0.5, memory.end, (name, SHORT.get(name, name)))
 
 
 def _fitting(strip: Any, begin: float, end: float, y: float, whole: float, choices: tuple[str, ...]) -> None:

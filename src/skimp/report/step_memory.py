@@ -15,6 +15,8 @@ from skimp.report.svg import thin
 
 #: From the ground up: what always stays, then what comes and goes. Unknown categories go on top.
 ORDER = ("process", "weights", "adapters", "optimizer", "batch", "gradients", "activations", "logits", "workspace")
+#: What is written in a strip that is too narrow for the word.
+SHORT = {"forward": "fwd", "backward": "bwd", "backward and step": "bwd"}
 #: A budget further above everything than this is named and not drawn: it would press the picture flat.
 FAR = 1.8
 

@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -235,8 +235,12 @@ class _Beside:
     voice: Voice
     state: State
     folder: RunFolder
+    _known: dict[int, dict[str, float]] = field(default_factory=dict)
 
     def evaluate(self) -> dict[str, float]:
+        """Held-out losses by set at the present step; a step that was evaluated in this process is not again."""
+        if self.state.step in self._known:
+            return self._known[self.state.step]
         losses = {}
         sets = self.text.prepared.validations
         for name in sets:
@@ -245,6 +249,8 @@ class _Beside:
             of = f" of {name}" if len(sets) > 1 else ""
             self.voice.say(f"held-out loss{of} {loss:.4f} (token accuracy {accuracy:.1%}) on {tokens:,} tokens")
             losses[name] = loss
+        self._known.clear()
+        self._known[self.state.step] = losses
         return losses
 
     def _record(self, when: str) -> float:
