@@ -82,6 +82,18 @@ def methods_index(known: Mapping[str, Facts]) -> str:
     return "\n".join(lines) + "\n"
 
 
+#: What switches a method on in another trainer, as an argument of `skimp.hf.attach`; update rules go in themselves.
+IN_TRAINER = {
+    "chunked-cross-entropy": "chunked_loss=True",
+    "fused-rmsnorm": "fused=True",
+    "fused-swiglu": "fused=True",
+    "lora": "positions=True",
+    "packing": "documents=True",
+    "recompute": 'recompute="all"',
+    "step-in-backward": "step_in_backward=True",
+}
+
+
 def pairs_page(known: Mapping[str, Facts]) -> str:
     """Every two methods: together, or why not. Drawn from the refusals that runs make."""
     names = sorted(known)
@@ -143,6 +155,13 @@ def method_page(facts: Facts, known: Mapping[str, Facts]) -> str:
     if facts.snippet:
         lines += ["", "## In a recipe", "", "```yaml", facts.snippet, "```"]
     lines += ["", "## From Python", "", "```python", import_line(facts.where), "```"]
+    attached = IN_TRAINER.get(facts.name)
+    if facts.kind == "update rule":
+        attached = f"optimizers=({facts.where.partition(':')[2]}(model.named_parameters(), lr=…), None)"
+    elif attached is not None:
+        attached = f"attach(trainer, {attached})"
+    if attached is not None:
+        lines += ["", "## In Trainer and SFTTrainer", "", f"`{attached}`; see [In your own trainer](../elsewhere.md)."]
     about = docstring(facts.where)
     if about:
         lines += ["", "## In detail", "", "```text", about, "```"]

@@ -102,6 +102,18 @@ def test_a_method_page_shows_conflicts_from_both_sides(gen: ModuleType) -> None:
     assert "halves a\\|b &lt;c>" in gen.methods_index(known)
 
 
+def test_what_a_page_says_of_other_trainers_is_an_argument_there(gen: ModuleType) -> None:
+    import inspect
+
+    from skimp.hf import attach
+
+    known = inspect.signature(attach).parameters
+    assert {line.partition("=")[0] for line in gen.IN_TRAINER.values()} == set(known) - {"trainer"}
+    assert set(gen.IN_TRAINER) <= set(methods())
+    assert "attach(trainer, fused=True)" in gen.pages()["methods/fused-swiglu.md"]
+    assert "optimizers=(AdamW8bit(" in gen.pages()["methods/adamw8bit.md"]
+
+
 def test_the_pair_matrix_shows_every_refusal_from_both_sides(gen: ModuleType) -> None:
     page, known = gen.pages()["methods/pairs.md"], methods()
     rows = [line for line in page.splitlines() if re.match(r"\| \d+ \|", line)]
