@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -43,7 +44,7 @@ def command(
     scores = []
     with reading(screen, quiet or as_json) as show:
         for name, rows in text.sets.items():
-            scores.append(score(opened, rows, name, way, limit, lambda r, name=name: show.rows(name, r)))
+            scores.append(score(opened, rows, name, way, limit, partial(show.rows, name)))
     facts: dict[str, Any] = {
         "model": model,
         "what": found.why,

@@ -18,7 +18,8 @@ def command(
     dtype: Annotated[
         str | None, typer.Option(help="fp32, bf16, fp16; gguf also q8_0. As trained when left out.")
     ] = None,
-    shard_size: Annotated[str, typer.Option(help="Most bytes in one safetensors file.")] = "5GB",
+    shard_size: Annotated[str | None, typer.Option(help="Most bytes in one safetensors file; 5GB.")] = None,
+    pre: Annotated[str | None, typer.Option(help="gguf: llama.cpp's name of the text splitting rule.")] = None,
     checkpoint: Annotated[str | None, typer.Option(help="Of a run: a step, a folder name, or best.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export of skimp's there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
@@ -35,26 +36,35 @@ def command(
 
     if to not in KINDS:
         raise RecipeError(f"--to {to}", "unknown", instead=did_you_mean(to, KINDS))
-    shard = parse_bytes(shard_size, "--shard-size")
+    shard = None if shard_size is None else parse_bytes(shard_size, "--shard-size")
     screen = console()
     with find(model, checkpoint) as found, writing(screen, as_json) as show:
         target = output or default_target(found, to)
-        facts = write(to, found, target, dtype=dtype, shard=shard, force=force, progress=show)
+        facts = write(to, found, target, shard, pre, dtype=dtype, force=force, progress=show)
     facts["rss_peak_bytes"] = resident().peak
     if as_json:
         print(json.dumps(facts, indent=2))
         return
     screen.print(f"{facts['target']}: {facts['tensors']} tensors, {format_bytes(facts['bytes'])}, {facts['dtype']}")
+    if "largest_error" in facts:
+        screen.print(f"read back: every tensor is the model's, largest rounding {facts['largest_error']:.3g}")
     screen.print(f"whole process at the peak: {format_bytes(facts['rss_peak_bytes'])}")
     if to == "merged":
         screen.print(f'try it: skimp generate {facts["target"]} "Once upon a time"', soft_wrap=True)
 
 
-def write(to: str, found: Any, target: Path, **options: Any) -> dict[str, Any]:
-    """The exporter of a kind."""
-    from skimp.export.merged import export_merged
+def write(to: str, found: Any, target: Path, shard: int | None, pre: str | None, **options: Any) -> dict[str, Any]:
+    """The exporter of a kind; an option of another kind is refused."""
+    from skimp.core.errors import RecipeError
+    from skimp.export.gguf import export_gguf
+    from skimp.export.merged import SHARD, export_merged
 
-    return export_merged(found, target, **options)
+    for name, value, kind in (("--shard-size", shard, "merged"), ("--pre", pre, "gguf")):
+        if value is not None and to != kind:
+            raise RecipeError(f"{name} with --to {to}", "an option of --to " + kind, instead=f"leave {name} out")
+    if to == "gguf":
+        return export_gguf(found, target, pre=pre, **options)
+    return export_merged(found, target, shard=shard or SHARD, **options)
 
 
 def default_target(found: Any, to: str) -> Path:

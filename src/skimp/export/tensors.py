@@ -71,8 +71,9 @@ def lay_out(found: Found, dtype: str | None) -> Layout:
             "the config that belongs to these weights",
         )
     tensors = {n: Later(Spec(kind, tuple(targets[n].shape)), _maker(found, n, written[n], kind)) for n in firsts}
-    head = model.get_output_embeddings()
-    tied = head is not None and head.weight is model.get_input_embeddings().weight
+    whole: Any = model
+    head = whole.get_output_embeddings()
+    tied = head is not None and head.weight is whole.get_input_embeddings().weight
     return Layout(model, tensors, kind, tied)
 
 

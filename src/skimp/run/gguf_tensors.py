@@ -7,6 +7,8 @@ Names: the GGUF specification's "standardized tensor names" (github.com/ggml-org
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from skimp.core.errors import ModelError
+from skimp.recipe.gguf_header import read_header
 from skimp.run.tensor_bytes import Spec
 
 #: GGUF tensor name inside a block -> HF name inside a block, for the Llama-shaped families.
@@ -91,7 +94,10 @@ def interleaved(weight: Tensor, heads: int) -> Tensor:
 
 
 class GgufTensors:
-    """The tensors of a GGUF file by HF name, decoded to float32 one at a time.
+    """The tensors of a GGUF file by HF name, decoded to float32 some rows at a time.
+
+    The header is walked by `recipe.gguf_header` and the bytes are read, not mapped: the package's own reader builds an
+    object for each of the tokenizer's strings, and mapped pages count as resident.
 
     Args:
         path: the file.
@@ -115,17 +121,17 @@ class GgufTensors:
         check_gguf_family(
             kind, f"GGUF weights for a model of type '{kind}'", str(path), "use the safetensors form of this model"
         )
-        self._dequantize = gguf.dequantize
-        self._tensors: dict[str, Any] = {}
-        for tensor in gguf.GGUFReader(str(path)).tensors:
-            name = hf_name(tensor.name)
+        self._gguf = gguf
+        self._header = read_header(path)
+        self._written: dict[str, str] = {}
+        self._specs: dict[str, Spec] = {}
+        for written, shape in self._header.shapes.items():
+            name = hf_name(written)
             if name is not None:
-                self._tensors[name] = tensor
-            elif not tensor.name.startswith("rope"):  # precomputed rotary factors; ours come from the config
-                raise ModelError(f"a tensor of a {kind} model in {path.name}", f"'{tensor.name}'")
-
-        shapes = {n: tuple(int(e) for e in reversed(t.shape)) for n, t in self._tensors.items()}
-        self._specs = {name: Spec(torch.float32, shape) for name, shape in shapes.items()}
+                self._written[name] = written
+                self._specs[name] = Spec(torch.float32, shape)
+            elif not written.startswith("rope"):  # precomputed rotary factors; ours come from the config
+                raise ModelError(f"a tensor of a {kind} model in {path.name}", f"'{written}'")
 
     def specs(self) -> dict[str, Spec]:
         """What `read` gives, by HF name, in file order."""
@@ -139,21 +145,40 @@ class GgufTensors:
         return value
 
     def read_into(self, name: str, target: Tensor) -> None:
-        """Decode into `target` (any float dtype), some rows at a time: no second copy of a tensor ever exists."""
-        tensor = self._tensors[name]
+        """Decode into `target` (any float dtype): no second copy of a tensor ever exists."""
+        for start, piece in self.pieces(name):
+            target[start : start + len(piece)].copy_(piece)
+
+    def pieces(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """(first row, some rows in float32 and HF's layout), in order.
+
+        Raises:
+            ModelError: the file ends inside the tensor.
+        """
+        import numpy as np
+
+        written, shape = self._written[name], self._specs[name].shape
+        kind = self._gguf.GGMLQuantizationType(self._header.types[written])
+        block, size = self._gguf.GGML_QUANT_SIZES[kind]
         heads = rotary_heads(name, self.config)
-        rows = target.shape[0]
+        rows, width = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, shape[0])
+        if len(shape) == 1 and heads is not None:
+            rows, width = shape[0], 1
         # Whole rotary heads, so that each piece can be put in order by itself.
         unit = 1 if heads is None else rows // heads
-        width = max(1, target.numel() // max(1, rows))
         step = max(1, DECODED // (width * unit)) * unit
-        for start in range(0, rows, step):
-            array = self._dequantize(tensor.data[start : start + step], tensor.tensor_type)
-            # One that still maps the file (float32 is not decoded) is copied.
-            piece = torch.from_numpy(array if array.flags.writeable else array.copy())
-            piece = piece.reshape(target[start : start + step].shape)
-            target[start : start + step].copy_(piece if heads is None else halves(piece, len(piece) // unit))
+        line = width * size // block
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self._header.offsets[written])
+            for start in range(0, rows, step):
+                count = min(step, rows - start)
+                raw = np.empty(count * line, np.uint8)
+                if file.readinto(raw.data) != raw.nbytes:
+                    raise ModelError(f"tensor '{written}' of {self.path}", "the file ends inside it", "it is cut off")
+                decoded = self._gguf.dequantize(raw.reshape(count, line) if block > 1 else raw, kind)
+                piece = torch.from_numpy(np.ascontiguousarray(decoded, np.float32)).reshape(count, width)
+                piece = piece if heads is None else halves(piece, count // unit)
+                yield start, piece.reshape(count, *shape[1:]) if len(shape) > 1 else piece.reshape(-1)
 
     def close(self) -> None:
-        """Let the map of the file go."""
-        self._tensors.clear()
+        """Nothing is kept open."""

@@ -105,7 +105,8 @@ class Head:
             logits = nn.functional.linear(hidden.float(), self.weight, bias)
         else:
             # A narrow head is widened in slices: its float32 copy, for every token, would be twice its own size.
-            slices = self.weight.split(max(1, WIDENED // self.weight.shape[1]))
+            head: Any = self.weight
+            slices = head.split(max(1, WIDENED // head.shape[1]))
             logits = torch.cat([nn.functional.linear(hidden.float(), w.float()) for w in slices], -1)
             logits = logits if bias is None else logits + bias
         logits = logits * self.structure.logit_scale

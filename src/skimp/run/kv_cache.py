@@ -60,19 +60,21 @@ class GrowingCache(Cache):
     """A `transformers` cache of `GrowingLayer`s; windows are cut by the attention call, not here."""
 
     def __init__(self, blocks: int, room: int = 0) -> None:
-        super().__init__(layers=[GrowingLayer(room) for _ in range(blocks)])
+        self._growing = [GrowingLayer(room) for _ in range(blocks)]
+        super().__init__(layers=list(self._growing))
 
     @property
     def held(self) -> int:
         """Positions in it."""
-        return int(self.layers[0].get_seq_length())
+        return int(self._growing[0].get_seq_length())
 
     def keep(self, positions: int) -> None:
         """Forget what comes after the first `positions`: another text goes on from there."""
-        for layer in self.layers:
+        for layer in self._growing:
             layer.keep(positions)
 
 
 def bytes_per_token(structure: Any, dtype: torch.dtype) -> int:
     """Bytes of one more position: keys and values of every block."""
-    return 2 * len(structure.blocks) * structure.kv_heads * structure.head_dim * dtype.itemsize
+    blocks = len(structure.blocks)
+    return int(2 * blocks * structure.kv_heads * structure.head_dim * dtype.itemsize)

@@ -181,7 +181,8 @@ def _tokenizer(source: Any) -> Path:
     """The tokenizer alone: weights come from the checkpoint."""
     from skimp.recipe import fetch_model
 
-    found: Path = fetch_model(replace(source, init="scratch")).tokenizer
+    found = fetch_model(replace(source, init="scratch")).tokenizer
+    assert found is not None
     return found
 
 
