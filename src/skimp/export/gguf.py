@@ -105,6 +105,7 @@ def export_gguf(
     with aside(target, size + (64 << 20)) as file:
         writer = _Writer(file, ARCHITECTURE[kind], {**fields, MARK_KEY: json.dumps(mark_of(facts))})
         writer.write(entries, factors, lambda entry: encode(entry, layout, config), told)
+        found.stored.check()
         worst = read_back(file, entries, layout, config, told)
     return {
         "target": str(target),

@@ -64,6 +64,7 @@ def export_merged(
     with aside(target, layout.nbytes + (64 << 20)) as folder:
         folder.mkdir()
         write_weights(folder, shards, progress)
+        found.stored.check()
         write_json(folder / "config.json", hf_config(found, layout))
         write_json(folder / "generation_config.json", generation_config(found, words))
         copy_tokenizer(tokenizer_folder(found.tokenizer), folder)

@@ -180,5 +180,8 @@ class GgufTensors:
                 piece = piece if heads is None else halves(piece, count // unit)
                 yield start, piece.reshape(count, *shape[1:]) if len(shape) > 1 else piece.reshape(-1)
 
+    def check(self) -> None:
+        """Nothing to hold against each other."""
+
     def close(self) -> None:
         """Nothing is kept open."""

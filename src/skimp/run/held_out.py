@@ -50,13 +50,13 @@ def held_out(
         say(line)
     if files:
         return HeldOut({", ".join(files): prepared.train}, data.seq_len)
-    if prepared.validation is None:
+    if not prepared.validations:
         raise DataError(
             f"held-out text of {found.asked}",
             "its recipe holds none out (data.validation=null)",
             instead="name some: --data FILE",
         )
-    return HeldOut({"validation": prepared.validation}, data.seq_len)
+    return HeldOut(dict(prepared.validations), data.seq_len)
 
 
 def _recipe(found: Found, files: Sequence[str], overrides: Sequence[str]) -> Any:

@@ -17,6 +17,8 @@ from torch import nn
 from skimp.core.errors import CheckpointError, ModelError, SkimpError, did_you_mean
 from skimp.core.structure import TESTED_FAMILIES, Structure, read_structure
 from skimp.kernels.apply import Fused
+from skimp.run.adapt import adapt
+from skimp.run.adapted import AdaptedTensors
 from skimp.run.build import DTYPES, check_path
 from skimp.run.checkpoint_folder import STATE, best_checkpoint, complete_steps, latest, step_name
 from skimp.run.checkpoint_read import Checkpoint
@@ -141,13 +143,15 @@ def _from_checkpoint(asked: str, path: Path, run: Path, kind: str) -> Found:
                 "a checkpoint holds weights; config and tokenizer are those of the model it was trained from",
                 [f"put model '{recipe.model.name}' back where it was", *error.instead],
             ) from error
+        stored: Stored = CheckpointTensors(saved) if recipe.adapter is None else _on_base(source, recipe, saved)
+        what = f"step {saved.step} of the run in {run}"
         return Found(
             asked,
             kind,
             source.config,
             tokenizer,
-            CheckpointTensors(saved),
-            f"step {saved.step} of the run in {run}",
+            stored,
+            what if recipe.adapter is None else f"{what}, its adapter merged into {recipe.model.name}",
             recipe,
             saved.step,
             run,
@@ -157,6 +161,36 @@ def _from_checkpoint(asked: str, path: Path, run: Path, kind: str) -> Found:
     except BaseException:
         saved.close()
         raise
+
+
+def _on_base(source: Any, recipe: Any, saved: Checkpoint) -> Stored:
+    """The adapter of a checkpoint on the base it was trained on, which is loaded from its own source."""
+    from skimp.recipe import fetch_model
+
+    if recipe.model.init == "scratch":
+        raise ModelError(
+            f"the adapter in {saved.path}",
+            "a base drawn at random (model.init=scratch)",
+            "a random base is made in memory when a run begins, and lies nowhere to be read from",
+            "train the model itself, or an adapter on weights that are kept",
+        )
+    here = fetch_model(source)
+    dtype = DTYPES[recipe.precision]
+    base = open_stored(here.weights, skeleton(source.config, dtype).config)
+    names = set(saved.names("adapter"))
+    model = skeleton(source.config, dtype)
+    handle = adapt(model, read_structure(model), recipe)
+    assert handle is not None
+    return AdaptedTensors(
+        base,
+        source.config,
+        dtype,
+        handle.spec,
+        names,
+        lambda name: saved.read("adapter", name),
+        saved.meta.get("base", ""),
+        saved.close,
+    )
 
 
 def _from_source(asked: str) -> Found:
@@ -222,6 +256,7 @@ def open_model(
     materialise(model, dtype, lambda shape, kind: torch.empty(shape, dtype=kind))
     model.requires_grad_(False)
     fill_from(model, found.stored, found.asked, progress)
+    found.stored.check()
     if structure.family not in TESTED_FAMILIES:
         check_path(model, structure)
     return dress(found, model, structure, dtype, precision)

@@ -32,6 +32,9 @@ class Stored(Protocol):
     def read_into(self, name: str, target: Tensor) -> None:
         """The same into a tensor of that shape that is there already, cast to its dtype."""
 
+    def check(self) -> None:
+        """Called once all tensors were read: does what was read belong together?"""
+
     def close(self) -> None:
         """Close the files."""
 
@@ -64,6 +67,9 @@ class SafetensorsFolder:
         else:
             target.copy_(self.read(name))
 
+    def check(self) -> None:
+        """Nothing to hold against each other."""
+
     def close(self) -> None:
         for reader in {id(r): r for r in self._readers.values()}.values():
             reader.close()
@@ -87,6 +93,9 @@ class CheckpointTensors:
             self.saved.read_into("model", name, target)
         else:
             target.copy_(self.read(name))
+
+    def check(self) -> None:
+        """Each tensor was held against its checksum as it was read."""
 
     def close(self) -> None:
         self.saved.close()
