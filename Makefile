@@ -19,7 +19,7 @@ SHORT := train.steps=3 data.seq_len=128 train.batch_tokens=512 eval.tokens=1024
 
 .DEFAULT_GOAL := help
 .PHONY: help install native train quickstart-short test test-all lint format types docs docs-serve \
-        bench-hf bench-attach bench-oracle bench-plan bench-resident bench-kills bench-loggers pictures clean
+        bench-hf bench-attach bench-oracle bench-plan bench-resident bench-kills bench-faults bench-loggers pictures clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -101,6 +101,9 @@ bench-resident: install  ## predicted against measured resident memory
 
 bench-kills: install  ## kill a run twenty times; the weights must come out bit-equal
 	$(BIN)/python benchmarks/kills.py $(ARGS)
+
+bench-faults: install  ## every fault a run can meet, and what it did about it
+	$(BIN)/python benchmarks/faults.py $(ARGS)
 
 bench-loggers: install  ## memory that each logger takes, in the training process and beside it
 	$(BIN)/python benchmarks/loggers.py $(ARGS)

@@ -14,7 +14,7 @@ import torch
 from session_cases import Heard, fingerprints, lines, merged
 
 import skimp.api
-from skimp.core.errors import OutOfMemory
+from skimp.core.errors import NonFiniteError, OutOfMemory
 from skimp.run import faults
 
 pytestmark = pytest.mark.usefixtures("plan_once")
@@ -223,3 +223,42 @@ def test_tensors_of_the_step_are_gone_before_it_is_tried_again(recipe: dict[str,
     # The same micro-batch, first and second time, but for 64 numbers of each parameter that the effect check keeps:
     # not one hidden state of two rows is left.
     assert 0 <= sizes[3] - sizes[2] < 2 * 32 * 64
+
+
+def test_memory_refused_while_loading_is_a_sentence(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skimp.run.session.load_weights", lambda *_: faults.exhaust())
+    with pytest.raises(
+        OutOfMemory, match=r"phase 'load' within memory[\s\S]*were refused[\s\S]*plan for less: budget="
+    ):
+        skimp.api.train(recipe)
+    assert not Path(recipe["output"]).exists()  # it left the folder as it was
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_gradient_that_is_not_finite_leaves_the_run_at_a_sound_state(
+    clip: float | None, recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without clipping parameters have moved by then: the last checkpoint is where the run stands."""
+    recipe = merged(recipe, {**MOVING, "checkpoint.every": 2, "train.clip": clip})
+    alone = whole(recipe, tmp_path)
+    armed, times = faults.arm, []
+
+    def poison(run: Any) -> None:
+        armed(run)
+        block = run.model.get_submodule(run.structure.blocks[1])
+
+        def spoil(gradient: torch.Tensor) -> torch.Tensor:
+            times.append(1)
+            return gradient * float("nan") if len(times) == (4 if clip is None else 7) else gradient
+
+        block.register_forward_hook(lambda _m, _i, out: out.register_hook(spoil) if out.requires_grad else None)
+
+    monkeypatch.setattr(faults, "arm", poison)
+    with pytest.raises(NonFiniteError, match="optimizer step 4") as stopped:
+        skimp.api.train(recipe)
+    folder = Path(recipe["output"])
+    newest = sorted((folder / "checkpoints").glob("step-*/COMPLETE"))[-1].parent.name
+    assert ("parameters had moved" in stopped.value.found) is (clip is None)
+    assert newest == ("step-00000002" if clip is None else "step-00000003")
+    resumed = skimp.api.train(recipe, resume=True)
+    assert fingerprints(resumed.folder, 6) == fingerprints(alone, 6)

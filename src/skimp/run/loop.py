@@ -213,7 +213,10 @@ class Loop:
         """Name the parameter; where this step moved nothing, save the state before it: no work is lost."""
         sentence, sound = suspect(self.run)
         ways = [*error.instead, "in another output folder: a resumed run repeats this step bit for bit"]
-        if sound and not self.run.delivery.midway:
+        if self.run.delivery.midway:
+            sentence += "; parameters had moved when it was seen, so the run stands at its last checkpoint"
+            ways.append("exact.in_backward=false, or train.clip: every gradient is then seen before the first update")
+        elif sound:
             self.save(spare=1)
         kept = self.saver.newest()
         ways.append(f"what was learned until then is in {kept}" if kept else "nothing was saved yet")

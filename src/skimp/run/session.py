@@ -15,14 +15,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from skimp.core.errors import CheckpointError
+from skimp.core.errors import CheckpointError, OutOfMemory
+from skimp.core.memory import shortage
 from skimp.core.memory.process import give_back, malloc_policy, reset_peak, resident, set_malloc_policy
 from skimp.core.rng import seed_everything
+from skimp.core.units import format_bytes
 from skimp.kernels.native import pool
 from skimp.run import faults
 from skimp.run.adapt import table_lines
 from skimp.run.base import Fingerprinted
 from skimp.run.build import Run, build
+from skimp.run.checkpoint_folder import latest
 from skimp.run.durable import write_json
 from skimp.run.environment import environment
 from skimp.run.folder import RunFolder, append_jsonl, begun, claim, truncate_jsonl
@@ -72,6 +75,7 @@ def claimed(
 
     Raises:
         CheckpointError: the folder is another run's, is in use, or its disk takes no more.
+        OutOfMemory: an allocator refused memory where no step can be taken again: while planning or loading.
     """
     with claim(Path(recipe.output), fingerprint, resume, may_change=may_change) as folder, folder.vitals.session():
         try:
@@ -80,6 +84,11 @@ def claimed(
             if error.errno not in REFUSED:
                 raise
             raise _refused(folder, error) from error
+        except (RuntimeError, MemoryError) as error:
+            asked = shortage.refused(error)
+            if asked is None:
+                raise
+            raise _short(folder, asked) from error
         finally:
             if not resume:
                 folder.release()
@@ -94,6 +103,22 @@ def _refused(folder: RunFolder, error: OSError) -> CheckpointError:
         [
             "free space there, or name an output on another disk",
             *([f"then continue from the last checkpoint: skimp train {folder.path} --resume"] if kept else []),
+        ],
+    )
+
+
+def _short(folder: RunFolder, asked: int) -> OutOfMemory:
+    doing, held = folder.vitals.record.get("phase", "prepare"), resident().now
+    much = f"{format_bytes(asked)} were" if asked else "memory was"
+    kept = latest(folder.checkpoints) if folder.checkpoints.is_dir() else None
+    return OutOfMemory(
+        f"phase '{doing}' within memory",
+        f"{much} refused while the process held {format_bytes(held)}",
+        "the system, a limit of this process or its control group gives no more",
+        [
+            "end other programs, or raise the limit (ulimit -v)",
+            f"plan for less: budget={int(0.9 * held) // 10**6}MB",
+            *([f"then continue from {kept.name}: skimp train {folder.path} --resume"] if kept else []),
         ],
     )
 

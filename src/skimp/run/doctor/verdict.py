@@ -118,6 +118,9 @@ def _in_its_own_words(seen: Remains, ended: dict[str, Any]) -> Verdict:
         return Verdict("not finite", "stopped itself: the loss or a gradient went wrong", True, tuple(evidence))
     if ended.get("errno") in DISK:
         return Verdict("disk", "the disk took no more", True, (*evidence, _disk(seen)))
+    if kind == "OutOfMemory":
+        short = "memory ran short, nothing smaller would do, and it saved first"
+        return Verdict("memory refused", short, True, (*evidence, _memory(seen.vitals)))
     if kind in ("MemoryError", "OutOfMemoryError") or REFUSED.search(said):
         return Verdict("memory refused", "memory was asked for and refused", True, (*evidence, _memory(seen.vitals)))
     evidence += ended.get("where", ())
