@@ -31,6 +31,7 @@ from kills import PATIENCE_SECONDS, TINY, Subject, write_model
 
 STEPS, SEQ = 8, 128
 FREE = {"exact": {"in_backward": False, "loss_chunk": 256}}
+RETURN = {"exact": {"in_backward": False, "loss_chunk": 256, "malloc": "return"}}
 #: Parameters move while gradients still come.
 MOVING = {"exact": {"micro_batch": 8, "recompute": 1, "in_backward": True, "loss_chunk": 256}}
 
@@ -272,7 +273,7 @@ FAULTS = [
     Fault(
         "memory refused for ever", injected("backward:9+:memory"), ("no smaller plan", "is saved; continue"), codes=(3,)
     ),
-    Fault("address space limited while training", address_space, ("were refused",), changes=FREE, exact=False),
+    Fault("address space limited while training", address_space, ("were refused",), changes=RETURN, exact=False),
     Fault(
         "above its budget",
         ballast(24_000_000, 0),

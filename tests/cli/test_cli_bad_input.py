@@ -229,7 +229,7 @@ def test_half_written_checkpoints(skimp: Skimp, write_recipe: Callable[..., str]
     data = bytearray(model.read_bytes())
     data[-5] ^= 1
     model.write_bytes(bytes(data))
-    refused(skimp("train", recipe["output"], "--resume"), "step-00000002", "older checkpoint")
+    refused(skimp("train", recipe["output"], "--resume"), "no complete checkpoint", "step-00000002", "crc32")
     model.write_bytes(bytes(data[:-100]))
     refused(skimp("train", recipe["output"], "--resume"), "no complete checkpoint", "model.safetensors has")
     (saved / "COMPLETE").unlink()
@@ -351,4 +351,7 @@ def test_a_bug_keeps_its_traceback(
 
 def test_every_error_has_an_exit_code() -> None:
     found = [SkimpError, *SkimpError.__subclasses__()]
-    assert {kind.__name__: kind.exit_code for kind in found if kind.exit_code != 2} == {"DoesNotFit": 3}
+    assert {kind.__name__: kind.exit_code for kind in found if kind.exit_code != 2} == {
+        "DoesNotFit": 3,
+        "OutOfMemory": 3,
+    }

@@ -86,6 +86,7 @@ def test_when_all_are_damaged_each_is_named(recipe: dict[str, Any]) -> None:
         flip(checkpoints / f"step-{step:08d}" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"step-00000004[\s\S]*step-00000002[\s\S]*start again"):
         skimp.api.train(recipe, resume=True)
+    assert len(list(checkpoints.glob("step-*/COMPLETE"))) == 2  # where nothing is gained, nothing is moved
 
 
 def test_an_update_that_breaks_off_goes_back_past_a_damaged_one(recipe: dict[str, Any], tmp_path: Path) -> None:

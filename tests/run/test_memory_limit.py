@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from session_cases import merged
 
+from skimp.kernels.native import pool
+
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits on a process's memory")
 
 #: Trains, and after the second step takes all but a little of the address space away. The tracker watches the second
@@ -19,7 +21,7 @@ LIMITED = """
 import json, resource, sys
 import skimp.api
 from skimp.core.memory.process import set_malloc_policy
-from skimp.core.units import format_bytes
+from skimp.kernels.native import pool
 from skimp.run.voice import Voice
 
 recipe, spare, kind = json.loads(sys.argv[1]), int(sys.argv[2]), getattr(resource, sys.argv[3])
@@ -33,6 +35,8 @@ def held():
 class Limiting(Voice):
     def step(self, progress):
         if progress.step == 3:
+            if recipe["exact"]["malloc"] == "pool":
+                pool.set_limit(0)  # blocks that wait would serve the next step without asking the system
             resource.setrlimit(kind, (held() + spare, resource.RLIM_INFINITY))
     def say(self, text):
         print(text, flush=True)
@@ -49,7 +53,7 @@ WIDE = {
     "train.steps": 5,
     "checkpoint.every": 2,
     "eval": None,
-    "exact": {"in_backward": False, "loss_chunk": 64},
+    "exact": {"in_backward": False, "loss_chunk": 64, "malloc": "return"},
 }
 
 
@@ -64,10 +68,19 @@ def limited(recipe: dict[str, Any], spare: int, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["RLIMIT_AS", "RLIMIT_DATA"])
-def test_a_limit_that_comes_in_the_middle_is_met_with_a_smaller_plan(kind: str, recipe: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "malloc"),
+    [
+        ("RLIMIT_AS", "return"),
+        ("RLIMIT_DATA", "return"),
+        pytest.param("RLIMIT_AS", "pool", marks=pytest.mark.skipif(not pool.available(), reason="no C++ compiler")),
+    ],
+)
+def test_a_limit_that_comes_in_the_middle_is_met_with_a_smaller_plan(
+    kind: str, malloc: str, recipe: dict[str, Any]
+) -> None:
     """64 rows of 128 tokens at once need some 60 MB of activations; 24 MB more than at rest are left."""
-    found = limited(merged(recipe, WIDE), 24_000_000, kind)
+    found = limited(merged(recipe, WIDE | {"exact": {**WIDE["exact"], "malloc": malloc}}), 24_000_000, kind)
     assert found.get("survived"), found
     assert "refused while the process held" in found["survived"][0]
     assert found["plan"]["micro_rows"] < 64
@@ -78,7 +91,9 @@ def test_a_limit_that_comes_in_the_middle_is_met_with_a_smaller_plan(kind: str, 
 @pytest.mark.slow
 def test_a_limit_nothing_fits_into_ends_with_everything_saved(recipe: dict[str, Any]) -> None:
     """Room for a checkpoint's buffer and little else; every choice pinned."""
-    pinned = WIDE | {"exact": {"micro_batch": 64, "recompute": 0, "in_backward": False, "loss_chunk": 64}}
+    pinned = WIDE | {
+        "exact": {"micro_batch": 64, "recompute": 0, "in_backward": False, "loss_chunk": 64, "malloc": "return"}
+    }
     found = limited(merged(recipe, pinned), 12_000_000, "RLIMIT_AS")
     assert (found.get("error"), found.get("code")) == ("OutOfMemory", 3), found
     assert "everything until step-00000003 is saved; continue: skimp train" in found["message"]

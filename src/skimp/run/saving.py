@@ -119,15 +119,18 @@ def open_newest(root: Path, say: Callable[[str], None] | None = None, whole: boo
     say = say or (lambda _: None)
     for sentence in broken:
         say(f"passed over {sentence}")
+    damaged: list[tuple[Path, str]] = []
     for path in reversed(good):
         try:
-            return _sound(path) if whole else checkpoint_read.load(path)
+            found = _sound(path) if whole else checkpoint_read.load(path)
         except DamagedCheckpoint as error:
-            sentence = f"{path}: {error.asked}: {error.found}"
-            if whole:
-                sentence += f"; set aside as {set_aside(path).name}"
-            broken.append(sentence)
-            say(f"passed over {sentence}; going on from the checkpoint before it")
+            damaged.append((path, f"{path}: {error.asked}: {error.found}"))
+            continue
+        for spoiled, sentence in damaged:
+            aside = f"; set aside as {set_aside(spoiled).name}" if whole else ""
+            say(f"passed over {sentence}{aside}; going on from {path.name}")
+        return found
+    broken += [sentence for _, sentence in damaged]
     raise CheckpointError(
         f"resume the run in {root.parent}",
         "no complete checkpoint" + "".join(f"; {sentence}" for sentence in broken),

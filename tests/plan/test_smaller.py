@@ -1,0 +1,94 @@
+"""The next smaller plan of a run under way: fewer bytes of tensors, the same mathematics, pins kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from skimp.plan.make import make_plan
+from skimp.plan.plan import Plan
+from skimp.plan.smaller import LEAST_SHARE, MOST_SHARE, with_less_room, with_more_overhead
+from skimp.recipe import load_recipe
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": 256,
+    "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def recipe(*overrides: str) -> Any:
+    values = {
+        "model": "x", "data": {"train": "pydoc", "seq_len": 256}, "output": "o",
+        "train": {"batch_tokens": 16 * 256}, "eval": None, "exact": {"in_backward": False, "loss_chunk": 64},
+    }  # fmt: skip
+    return load_recipe(values, overrides)
+
+
+@pytest.fixture(scope="module")
+def large() -> Plan:
+    return make_plan(recipe(), CONFIG, memory=10**11, offer=False)
+
+
+def train_peak(plan: Plan) -> int:
+    return plan.profile.phases["train"]
+
+
+@pytest.mark.parametrize("share", [0.99, 0.8, 0.0])
+def test_less_room_is_the_share_that_was_reached(share: float, large: Plan) -> None:
+    own = large.places.baseline
+    held = own + int(share * (large.peak_bytes - own))
+    found = with_less_room(large, recipe(), CONFIG, held, 0)
+    assert found is not None
+    assert train_peak(found) <= min(MOST_SHARE, max(LEAST_SHARE, share)) * train_peak(large)
+    assert found.rows == large.rows == 16
+    assert found.exact.loss_chunk == 64
+    assert not found.exact.in_backward
+
+
+def test_what_was_refused_counts_where_little_was_held_yet(large: Plan) -> None:
+    """A tenth of all tensors refused at the start of a step: nine tenths may still be there to plan for."""
+    own = large.places.baseline
+    found = with_less_room(large, recipe(), CONFIG, own, train_peak(large) // 10)
+    least = with_less_room(large, recipe(), CONFIG, own, 0)
+    assert found is not None
+    assert least is not None
+    assert train_peak(least) < train_peak(found) <= 0.9 * train_peak(large)
+    assert found.seconds <= least.seconds
+
+
+def test_it_ends_at_the_smallest(large: Plan) -> None:
+    plan, seen = large, [train_peak(large)]
+    while (found := with_less_room(plan, recipe(), CONFIG, plan.places.baseline, 0)) is not None:
+        seen.append(train_peak(found))
+        plan = found
+    assert seen == sorted(seen, reverse=True)
+    assert len(set(seen)) == len(seen)
+    assert plan.exact.micro_rows == 1
+    assert len(plan.exact.recompute) == 4
+
+
+def test_pins_stay_and_leave_nothing_smaller() -> None:
+    pinned = recipe("exact.micro_batch=16", "exact.recompute=2")
+    plan = make_plan(pinned, CONFIG, memory=10**11, offer=False)
+    assert with_less_room(plan, pinned, CONFIG, plan.places.baseline, 0) is None
+    assert with_more_overhead(plan, pinned, CONFIG, 2 * 10**11) is None
+    half = recipe("exact.micro_batch=16")
+    found = with_less_room(make_plan(half, CONFIG, memory=10**11, offer=False), half, CONFIG, 0, 0)
+    assert found is not None
+    assert found.exact.micro_rows == 16
+    assert found.exact.recompute
+
+
+def test_overhead_that_was_seen_is_planned_for_in_the_same_budget(large: Plan) -> None:
+    budget = large.peak_bytes + 1_000_000
+    plan = make_plan(recipe(), CONFIG, memory=budget, offer=False)
+    more = 5_000_000
+    found = with_more_overhead(plan, recipe(), CONFIG, plan.peak_bytes + more)
+    assert found is not None
+    assert found.fits
+    assert found.places.device_budget == plan.places.device_budget
+    assert found.places.baseline == plan.places.baseline + more
+    assert found.peak_bytes <= budget
+    assert with_more_overhead(plan, recipe(), CONFIG, 3 * budget) is None
