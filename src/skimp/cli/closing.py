@@ -37,6 +37,8 @@ def print_closing(outcome: Any, console: Console) -> None:
     before, after = s["eval_loss_before"], s["eval_loss_after"]
     if before is not None and after is not None:
         console.print(f"held-out loss {before:.4f} → {after:.4f}")
+    for event in s.get("survived", ()):  # absent from an older skimp's
+        console.print(Text(f"survived at {event}"), soft_wrap=True)
     how = WORDS.get(outcome.stopped, outcome.stopped)
     end = f"{how} after {format_seconds(s['wall_seconds'])}; everything is in {outcome.folder}"
     console.print(Text(end), soft_wrap=True)

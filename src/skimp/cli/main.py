@@ -1,6 +1,6 @@
 """The `skimp` command: one verb a file, imported only when it is called, so that `--help` answers at once.
 
-Exit codes: 0 done or fits, 2 bad input, 3 does not fit, 130 after Ctrl-C, 143 after SIGTERM.
+Exit codes: 0 done or fits, 2 bad input, 3 does not fit or ran out of memory, 130 after Ctrl-C, 143 after SIGTERM.
 """
 
 from __future__ import annotations
