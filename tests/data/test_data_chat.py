@@ -329,3 +329,45 @@ def test_the_store_follows_template_format_and_fields(with_template: Callable, r
         folders.append(prepare(data, with_template(template)).report.train.folder)
         assert prepare(data, with_template(template)).report.train.reused
     assert len(set(folders)) == len(folders)
+
+
+def test_a_begin_token_comes_once(with_template: Callable, rows: Callable) -> None:
+    """The tokenizer puts one before a text; a template that prints it gets no second one, and none is trained."""
+    from tokenizers import Tokenizer, processors
+
+    folder = with_template(HEADERS)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    begin = tokenizer.token_to_id("<|im_start|>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", begin)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for record in ({"messages": TALK}, {"prompt": "2 + 2 = ", "completion": "4"}, {"text": "a text"}):
+        ids, trained = documents(prepare(TextData(rows([record]), seq_len=128), folder))[0]
+        assert ids[0] == begin
+        assert ids.count(begin) == 1
+        assert trained[0] == ("text" in record)  # never a label: nothing comes before it
+
+
+def test_a_tokenizer_that_puts_a_blank_before_each_text_is_not_cut(tmp_path: Path, rows: Callable) -> None:
+    """SentencePiece style: answers tokenised apart would begin with a blank that is not there."""
+    from tokenizers import SentencePieceBPETokenizer
+
+    bpe = SentencePieceBPETokenizer()
+    bpe.train_from_iterator(
+        ["say it : the cat sat on a mat"] * 3, vocab_size=60, special_tokens=["</s>"], show_progress=False
+    )
+    folder = tmp_path / "sp"
+    folder.mkdir()
+    bpe.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    given = [("say it:", "the cat"), ("say", " it"), ("a ", "mat")]
+    records = [{"prompt": p, "completion": c} for p, c in given]
+    found = documents(prepare(TextData(rows(records), seq_len=64), folder))
+    for (ids, trained), (prompt, answer) in zip(found, given, strict=True):
+        assert ids[:-1] == bpe.encode(prompt + answer).ids
+        assert trained[-1]
+        learnt = [i for i, t in zip(ids[:-1], trained, strict=False) if t]
+        # A blank at the boundary belongs to the token after it, whichever side it is on.
+        assert bpe.decode(learnt).strip() == answer.strip()
+        assert not any(trained[: len(bpe.encode(prompt.strip()).ids) - 1])

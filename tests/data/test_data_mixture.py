@@ -142,7 +142,7 @@ def test_several_validation_sets_by_name(tokenizer_folder: Path, three: list[str
     assert prepared.validation is prepared.validations["code"]
     assert sum(b.rows for b in prepared.validation_batches(name="chat", rows=4)) == 17
     assert [r.name for r in prepared.report.validations] == ["code", "chat"]
-    assert any("12 of 17 validation documents are also training documents" in n for n in prepared.report.notes)
+    assert any("12 of 17 validation documents of chat are also training documents" in n for n in prepared.report.notes)
     capped = prepare(
         TextData(three[0], seq_len=16, validation={"code": three[1]}, validation_tokens=30), tokenizer_folder
     )

@@ -190,6 +190,51 @@ def test_b44_streaming_resumes_twice_anywhere(
         assert end == last
 
 
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("too_long", ["split", "truncate", "drop"])
+@pytest.mark.usefixtures("in_process")
+def test_answers_stream_as_they_are_stored_and_resume_twice(
+    tokenizer_folder: Path, tmp_path: Path, packing: bool, too_long: str
+) -> None:
+    """Prompts and answers shorter and longer than a row, some empty: the trained tokens are those of the store, the
+    counts are kept over stops, rows left out between windows too."""
+    rows = [
+        {"prompt": document(i, (i * 5) % 23), "completion": "" if i % 6 == 5 else document(i, 1 + (i * 7) % 19)}
+        for i in range(26)
+    ]
+    path = tmp_path / "answers.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    keys = {"seq_len": 24, "packing": packing, "too_long": too_long}
+    counts = prepare(TextData(str(path), **keys), tokenizer_folder).report.train
+    prepared = prepare(TextData(str(path), streaming=True, window_rows=3, **keys), tokenizer_folder)
+
+    def batches(state: dict | None, number: int | None) -> tuple[list[Batch], dict, object]:
+        with prepared.stream(24, epochs=1) as stream:
+            if state is not None:
+                stream.load_state_dict(json.loads(json.dumps(state)))
+            out = list(itertools.islice(stream, number))
+            return out, stream.state_dict(), stream.total()
+
+    whole, last, total = batches(None, None)
+    assert total.left_out == {"completion empty": 4} == {k: n for k, n in counts.dropped.items() if n}
+    assert sum(b.trained for b in whole) == total.trained_tokens
+    assert (total.documents, total.untrained_documents) == (22, counts.packing.untrained_documents)
+    if not (too_long == "split" and packing):  # else a window's last document is cut at its end
+        assert total.trained_tokens == counts.packing.trained_tokens
+        assert total.truncated_tokens == counts.packing.truncated_tokens
+        assert total.untrained_tokens == counts.packing.untrained_tokens
+    for stop in range(0, len(whole), 3):
+        before, state, _ = batches(None, stop)
+        middle, state, _ = batches(state, 1)
+        after, end, counted = batches(state, None)
+        joined = before + middle + after
+        assert len(joined) == len(whole)
+        for a, b in zip(joined, whole, strict=True):
+            assert torch.equal(a.ids, b.ids)
+            assert torch.equal(a.labels, b.labels)
+        assert (counted, end) == (total, last)
+
+
 def test_streamed_split_rows_are_those_of_the_stored_text(tokenizer_folder: Path, write_jsonl: Callable) -> None:
     path = str(write_jsonl([document(i, 1 + (i * 7) % 40) for i in range(40)]))
     stored = prepare(TextData(path, seq_len=16), tokenizer_folder)

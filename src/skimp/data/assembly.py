@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from skimp.core.errors import DataError
-from skimp.data.fingerprint import digest_of
+from skimp.data.fingerprint import digest_of, glimpse
 from skimp.data.mixture import MixedStream, rows_until_out
 from skimp.data.prepared import PreparedText, Stream, cap_validation, rows_from_store, shared_texts, split_store
 from skimp.data.report import DataReport, SetReport
@@ -56,12 +56,13 @@ def stored_text(
                 store, data, set_name, reused[key], mask, held_words, trains=False
             )
             held.append(found)
-            notes += shared_texts(digests[-1], texts[mask])
+            notes += shared_texts(digests[-1], texts[mask], set_name)
     for name in data.validation_sets:
         validations[name], found = _validation(stores[name], data, name, reused[name])
         held.append(found)
-        for texts in digests:
-            notes += shared_texts(texts, stores[name].column("digests"))
+        chosen = cap_validation(stores[name], data)[0]
+        own = stores[name].column("digests")
+        notes += shared_texts(np.concatenate(digests), own if chosen is None else own[chosen], name)
     first = stores[f"train {names[0]}"].meta
     facts = first["tokenizer"]
     whole = DataReport(reports, held, facts["size"], facts["end"], facts["begin"], notes)
@@ -187,7 +188,7 @@ class _Opened:
         if set(self.facts["kinds"]) != {"text"}:  # the first row tells that an answer is left to train on
             with self.stream(1, 1) as first:
                 first.next_step()
-        ends = [[f.kind, f.path if f.kind == "hub" else _glimpse(f.path)] for f in self.files]
+        ends = [[f.kind, f.path if f.kind == "hub" else glimpse(f.path)] for f in self.files]
         text = digest_of([ends, *rules, self.job["formats"]])[:32]
         self.identity = {**_identity(self.data), "train": text, "window_rows": data.window_rows}
 
@@ -216,12 +217,3 @@ def _one_rule(data: TextData, sources: Sequence[Source], kinds: Sequence[str]) -
 
 def _identity(data: TextData) -> dict[str, Any]:
     return {"seq_len": data.seq_len, "packing": data.packing, "too_long": data.too_long, "seed": data.seed}
-
-
-def _glimpse(path: str) -> str:
-    """Size and hash of the first and last 64 KiB: streaming is for text too large to read beforehand."""
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        head = file.read(1 << 16)
-        file.seek(max(0, size - (1 << 16)))
-        return f"{size}:{hashlib.sha256(head + file.read()).hexdigest()}"

@@ -12,10 +12,10 @@ import numpy as np
 
 from skimp.core.errors import DataError
 from skimp.data.chat import Chat
-from skimp.data.kinds import Rows, Rules, is_plain, kind_of
+from skimp.data.kinds import RowReader, Rules, is_plain
+from skimp.data.look import Look
 from skimp.data.messages import RowError
-from skimp.data.pairs import check_pairs, not_yet
-from skimp.data.readers import BLOCK, Entry, Record, Text, cut, read_plain, read_records
+from skimp.data.readers import BLOCK, Entry, Text, cut, read_plain, read_records
 from skimp.data.sources import SourceFile
 from skimp.data.split import is_held
 from skimp.data.tokenizer import LoadedTokenizer, with_exact_places
@@ -75,8 +75,7 @@ class Encoder:
         tokenizer: loaded.
         rules: how rows are read.
         encoding: of the files.
-        source_of: the source of each file; None: all are of source 0.
-        asked: the format asked for each source; None: that of the rules.
+        source_of, asked: see `Look`.
         hold: seed and fraction of the documents held out of a stream for validation, or None.
         held: give those and no others, instead of leaving them out.
     """
@@ -94,15 +93,11 @@ class Encoder:
         self.tokenizer = tokenizer
         self.rules = rules
         self.encoding = encoding
-        self.source_of = source_of
-        self.asked = asked
+        self.look = Look(rules, encoding, source_of, asked)
         self.hold = hold
         self.held = held
         self.by_source: dict[int, Counts] = {}
-        self.kinds: dict[int, str] = {}  # what each source turned out to be
-        self.names: dict[int, list[str]] = {}  # the fields of its first row
         self._chat = Chat(rules.template or tokenizer.template, tokenizer.special, tokenizer.markers, tokenizer.path)
-        self._seen: dict[int, str] = {}  # the kind of each file that was looked at
         self._places: Any = None
         self._open: tuple[int, int] | None = None  # (file, row) of the document whose blocks are coming
         self._hash: Any = None
@@ -114,35 +109,6 @@ class Encoder:
         for counts in self.by_source.values():
             total.add(counts)
         return total
-
-    def source(self, file: int) -> int:
-        return 0 if self.source_of is None else self.source_of[file]
-
-    def look(self, files: Sequence[SourceFile]) -> list[str]:
-        """The kind of each source, by the first row of its first file that has one.
-
-        Raises:
-            DataError: a kind cannot be told, or a file is broken.
-        """
-        for index, file in enumerate(files):
-            if self.source(index) not in self.kinds and self._kind(index, file) == "preference":
-                self._check_pairs(files, self.source(index))
-        return [self.kinds.get(s, "text") for s in sorted({self.source(i) for i in range(len(files))})]
-
-    def _check_pairs(self, files: Sequence[SourceFile], source: int) -> None:
-        """Read a whole source of preference pairs, and say that they are sound but not trained on yet."""
-        of_source = [(i, f) for i, f in enumerate(files) if self.source(i) == source]
-        names = self.rules.fields
-        wanted = Rows("preference", self.rules, self._chat).columns
-
-        def rows() -> Iterator[tuple[Record, str]]:
-            for index, file in of_source:
-                if self._kind(index, file) is not None:
-                    for record in read_records(file, self.encoding, columns=wanted):
-                        yield record, f"{file.path}, row {record.row}"
-
-        counts = check_pairs(rows(), names, self.rules.bad_rows == "drop")
-        raise not_yet(", ".join(f.path for _, f in of_source[:3]), counts, names)
 
     def documents(self, files: Sequence[SourceFile], start: int = 0, entry: Entry | None = None) -> Iterator[Encoded]:
         """All documents of `files[start:]`, the first of them from `entry` on."""
@@ -159,7 +125,7 @@ class Encoder:
         yield from self._encode(waiting, files)
 
     def _texts(self, index: int, file: SourceFile, entry: Entry) -> Iterator[Text]:
-        kind = self._kind(index, file)
+        kind = self.look.kind(index, file)
         if kind is None:
             return
         if is_plain(file):
@@ -169,7 +135,7 @@ class Encoder:
                 elif not self.held and text.last:
                     yield Text(text.row, text.offset, "", dropped=HELD)
             return
-        rows = Rows(kind, self.rules, self._chat)
+        rows = RowReader(kind, self.rules, self._chat)
         for record in read_records(file, self.encoding, entry, rows.columns):
             if self._is_held(index, record.row) != self.held:
                 if not self.held:
@@ -186,40 +152,6 @@ class Encoder:
     def _is_held(self, index: int, row: int) -> bool:
         return self.hold is not None and is_held(self.hold["seed"], index, row, self.hold["fraction"])
 
-    def _kind(self, index: int, file: SourceFile) -> str | None:
-        """The kind of a file's rows, which must be that of its source; None when it has no row."""
-        if index in self._seen:
-            return self._seen[index]
-        source = self.source(index)
-        asked = self.rules.format if self.asked is None else self.asked[source] or self.rules.format
-        known = self.kinds.get(source)
-        if is_plain(file):
-            if asked not in ("auto", "text"):
-                raise DataError(
-                    f"{file.path}: rows of data.format={asked}",
-                    "a file of plain text",
-                    "it has no fields",
-                    ["data.format=auto, or text", "a jsonl, json, parquet, csv or tsv file"],
-                )
-            kind = "text"
-        elif known is not None and asked != "auto":
-            kind = known
-        else:
-            first = next(iter(read_records(file, self.encoding)), None)
-            if first is None:
-                return None
-            kind = kind_of(asked, list(first.fields), self.rules.fields, f"{file.path}, row {first.row}")
-            self.names.setdefault(source, list(first.fields))
-        if known is not None and kind != known:
-            raise DataError(
-                f"{file.path}: rows of the same kind as the files before it, {known}",
-                f"{kind}",
-                "a source has one kind of row",
-                ["name the files as sources of their own", f"data.format={known}"],
-            )
-        self.kinds[source] = self._seen[index] = kind
-        return kind
-
     def _encode(self, texts: list[tuple[int, Text]], files: Sequence[SourceFile]) -> Iterator[Encoded]:
         hashes = [self._digest(index, text, files) for index, text in texts]
         plain = [t.text for _, t in texts if t.trained is None and not t.cuts]
@@ -232,7 +164,7 @@ class Encoder:
                 ids, trained = next(parted)
             first = self._open != (index, text.row)
             self._open = None if text.last else (index, text.row)
-            counts = self.by_source.setdefault(self.source(index), Counts())
+            counts = self.by_source.setdefault(self.look.source(index), Counts())
             counts.rows += first
             counts.documents_in_blocks += first and not text.last
             dropped = text.dropped

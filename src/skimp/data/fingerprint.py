@@ -64,14 +64,25 @@ def file_record(path: str, cache: Path) -> dict[str, Any]:
     return {"path": path, **record}
 
 
-def source_records(sources: Sequence[Source], cache: Path) -> list[dict[str, Any]]:
-    """For each source its files with their hashes. A Hub dataset is known by its address: pin `@revision`."""
+def glimpse(path: str) -> str:
+    """Size and hash of the first and last 64 KiB: streaming is for text too large to read beforehand."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        head = file.read(1 << 16)
+        file.seek(max(0, size - (1 << 16)))
+        return f"{size}:{hashlib.sha256(head + file.read()).hexdigest()}"
+
+
+def source_records(sources: Sequence[Source], cache: Path, streamed: bool = False) -> list[dict[str, Any]]:
+    """For each source its files with their hashes, or (`streamed`) a glimpse of each. A Hub dataset is known by its
+    address: pin `@revision`."""
+
+    def record(path: str) -> dict[str, Any]:
+        return {"path": path, "sha256": glimpse(path)} if streamed else file_record(path, cache)
+
     records = []
     for source in sources:
-        files = [
-            {"kind": f.kind, **({"path": f.path} if f.kind == "hub" else file_record(f.path, cache))}
-            for f in source.files
-        ]
+        files = [{"kind": f.kind, **({"path": f.path} if f.kind == "hub" else record(f.path))} for f in source.files]
         records.append({"name": source.name, "ignored": source.ignored, "files": files})
     return records
 

@@ -121,7 +121,7 @@ def no_field(where: str, name: str, there: Sequence[str], key: str = "data.field
     )
 
 
-class Rows:
+class RowReader:
     """Rows of one source as texts.
 
     Args:

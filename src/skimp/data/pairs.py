@@ -54,9 +54,10 @@ def pair_of(record: Record, names: Fields, where: str) -> Pair:
     if all(isinstance(side, str) for side in sides):
         if isinstance(prompt, list):
             turns = conversation(prompt, where, complete=False)
-            pair = Pair(turns, *([{"role": "assistant", "content": side}] for side in sides), "turns and text")
+            chosen, rejected = ([{"role": "assistant", "content": side}] for side in sides)
+            pair = Pair(turns, chosen, rejected, "turns and text")
         elif isinstance(prompt, str):
-            pair = Pair(prompt, *sides, "text")
+            pair = Pair(prompt, sides[0], sides[1], "text")
         else:
             raise RowError(
                 "prompt missing", f"{where}: the prompt of a pair, in '{names.prompt}'",
@@ -80,7 +81,8 @@ def pair_of(record: Record, names: Fields, where: str) -> Pair:
 def _of_turns(prompt: Any, sides: list[Any], where: str) -> Pair:
     if prompt is not None and not isinstance(prompt, str):
         turns = conversation(prompt, where, complete=False)
-        return Pair(turns, *(conversation(side, where, answer=True) for side in sides), "turns")
+        chosen, rejected = (conversation(side, where, answer=True) for side in sides)
+        return Pair(turns, chosen, rejected, "turns")
     talks = [conversation(side, where) for side in sides]
     for talk in talks:
         if talk[-1]["role"] != "assistant":

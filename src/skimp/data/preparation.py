@@ -124,7 +124,7 @@ def _store_job(
     rules: dict[str, Any],
     hold: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    records = source_records(sources, cache)
+    records = source_records(sources, cache, streamed=hold is not None)
     key = content_key(records, fingerprint, {**rules, "formats": [s.format for s in sources], "hold": hold})
     return {
         "set": name, "folder": str(cache / "tokens" / key), "key": key, "records": records, "hold": hold,

@@ -150,12 +150,13 @@ def cap_validation(store: TokenStore, data: TextData) -> tuple[np.ndarray | None
     return mask, f"{words}: at most {data.validation_tokens} tokens asked for"
 
 
-def shared_texts(train: np.ndarray, validation: np.ndarray) -> list[str]:
-    """A note when validation documents are in the training text too, word for word."""
+def shared_texts(train: np.ndarray, validation: np.ndarray, name: str = "validation") -> list[str]:
+    """A note when documents of a validation set are in the training text too, word for word."""
     number = int(np.isin(validation, train).sum())
     if not number:
         return []
-    return [f"note: {number} of {len(validation)} validation documents are also training documents, word for word"]
+    of = "" if name == "validation" else f" of {name}"
+    return [f"note: {number} of {len(validation)} validation documents{of} are also training documents, word for word"]
 
 
 def _report(

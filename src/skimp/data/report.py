@@ -48,7 +48,8 @@ class SetReport:
         p = self.packing
         dropped = sum(self.dropped.values())
         out = [
-            f"{self.name}: {', '.join(self.sources)} ({self.files} file{'s' * (self.files != 1)}"
+            f"{self.name}: " + (f"{', '.join(self.sources)} " if self.sources != [self.name] else "")
+            + f"({self.files} file{'s' * (self.files != 1)}"
             + (f", {self.ignored_files} others ignored" if self.ignored_files else "")
             + (", tokens from the cache" if self.reused else "") + ")",
             f"  {p.documents_in:,} documents, {p.tokens_in:,} tokens"
@@ -84,7 +85,8 @@ class SetReport:
         for source in self.by_source:
             if source["format"] != "text":
                 others = ", ".join(source["fields"])
-                out.append(f"  {source['source']}: rows of format {source['format']} (fields {others}); {self.trained}")
+                of = f"{source['source']}: " if len(self.by_source) > 1 else ""
+                out.append(f"  {of}rows of format {source['format']} (fields {others}); {self.trained}")
         return out
 
 

@@ -59,7 +59,7 @@ def _write(store: dict[str, Any], job: dict[str, Any], tokenizer: LoadedTokenize
     source_of = [i for i, source in enumerate(sources) for _ in source.files]
     encoder = Encoder(tokenizer, _rules(job), job["encoding"], source_of, [s.format for s in sources],
                       store.get("hold"), held=store.get("hold") is not None)  # fmt: skip
-    encoder.look(files)
+    encoder.look.kinds_of(files)
     firsts: dict[int, int] = {}
     said = 0.0
     try:
@@ -108,8 +108,8 @@ def _meta(
         following = first[index] = firsts.get(index, following)
     index = 0
     for number_, record in enumerate(records):
-        record["kind"] = encoder.kinds.get(number_, "text")
-        record["fields"] = encoder.names.get(number_, [])
+        record["kind"] = encoder.look.kinds.get(number_, "text")
+        record["fields"] = encoder.look.names.get(number_, [])
         record["counts"] = vars(encoder.by_source.get(number_, Counts()))
         for file in record["files"]:
             file["first_document"] = first[index]
@@ -134,7 +134,7 @@ def _nothing(name: str, sources: list[Source], encoder: Encoder) -> DataError:
         f"{encoder.counts.rows} rows, of them usable: 0" + (f" ({reasons})" if reasons else ""),
         "nothing is left to train on" if name == "train" else "nothing is left to evaluate on",
         "name files with text in them, or with answers"
-        if "text" not in encoder.kinds.values()
+        if "text" not in encoder.look.kinds.values()
         else "name files with text in them",
     )
 
@@ -144,8 +144,8 @@ def _stream(job: dict[str, Any], tokenizer: LoadedTokenizer, out: IO[bytes]) -> 
     files = [SourceFile(**f) for f in stream["files"]]
     encoder = Encoder(tokenizer, _rules(job), job["encoding"], stream.get("source_of"), stream.get("formats"),
                       job.get("hold"))  # fmt: skip
-    kinds = encoder.look(files)
-    names = [encoder.names.get(i, []) for i in range(len(kinds))]
+    kinds = encoder.look.kinds_of(files)
+    names = [encoder.look.names.get(i, []) for i in range(len(kinds))]
     pipe.send_json(out, {"event": "tokenizer", **tokenizer.facts(), "kinds": kinds, "names": names})
     for piece in encoder.documents(files, stream["file"], Entry(stream["row"], stream["offset"])):
         if piece.dropped:

@@ -58,7 +58,7 @@ def _mixture(recipe: Recipe) -> Iterator[Problem]:
     bare = [i for i, w in enumerate(weights) if w is None]
     if len(bare) not in (0, len(entries)):
         yield Problem(
-            f"data.train.{bare[0]}.weight",
+            f"data.train[{bare[0]}].weight",
             "a weight for every source, or for none",
             "none here, one elsewhere",
             "the shares of a mixture are those of all its rows",

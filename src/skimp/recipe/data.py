@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, field_validator
 from pydantic_core import PydanticCustomError
 
 from skimp.recipe.fields import Flag, Number, Section, Whole, Words, number, refuse
@@ -74,6 +74,16 @@ class TrainSource(Section):
     name: Words | None = Field(default=None, min_length=1, description="What counts call it; null: the source.")
 
 
+def _entry_tag(value: Any) -> str:
+    return "name" if isinstance(value, str) else TrainSource.__name__
+
+
+#: A source by its name alone, or with what is said of it. Told apart beforehand, so that a slip is reported once.
+Entry = Annotated[
+    Annotated[str, Tag("name")] | Annotated[TrainSource, Tag(TrainSource.__name__)], Discriminator(_entry_tag)
+]
+
+
 class Fields(Section):
     """The names of a row's fields."""
 
@@ -88,7 +98,7 @@ class Fields(Section):
 class Data(Section):
     """The text of the run, from files to packed rows."""
 
-    train: Annotated[tuple[str | TrainSource, ...], BeforeValidator(_entries)] = Field(
+    train: Annotated[tuple[Entry, ...], BeforeValidator(_entries)] = Field(
         description="Training text: .jsonl, .json, .parquet, .csv, .tsv or .txt files (each also .gz or .zst), "
         "folders, globs, a Hub data set, or pydoc (the Python language reference). One source or a list; an "
         "entry may be {source, weight, format, name}, and with weights the sources are mixed in these shares."

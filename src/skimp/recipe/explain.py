@@ -115,6 +115,8 @@ def _follow(loc: tuple[Any, ...], root: type[BaseModel]) -> tuple[str, type[Base
             key = f"{key}.{part}" if key else str(part)
         elif isinstance(part, int):
             key = f"{key}[{part}]"
+        elif inside is not None and part == inside.__name__:
+            continue  # which kind of an entry that may be of several
         else:  # an unknown key of `inside`
             key = f"{key}.{part}" if key else str(part)
             field = None
