@@ -192,7 +192,7 @@ class Encoder:
 
         Where it can be, tokenising begins anew where an answer begins, as it does at inference after the prompt, and
         where it ends, as the model must end it: no token then holds characters of both sides. Where it cannot (see
-        `LoadedTokenizer.joins`), such a token is not trained.
+        `LoadedTokenizer.joins`), such a token is not trained, unless all it has of the prompt is a blank before it.
         """
         if not texts:
             return
@@ -211,6 +211,8 @@ class Encoder:
                 part = next(encoded)
                 ids += part.ids
                 places += [(a + start, b + start) for a, b in part.offsets]
+            if not self.tokenizer.joins:
+                places = [_without_blank(text.text, *place) for place in places]
             yield ids, None if text.trained is None else _within(places, text.trained)
 
     def _ends(self, text: Text, ids: list[int]) -> bool:
@@ -254,6 +256,12 @@ def _blocks(text: Text) -> Iterator[Text]:
         yield text
         return
     yield from cut(text.row, text.offset, [text.text])
+
+
+def _without_blank(text: str, start: int, end: int) -> tuple[int, int]:
+    """A token's place without the blank it begins with; a token of blanks alone keeps its place."""
+    word = text[start:end].lstrip()
+    return (end - len(word), end) if word else (start, end)
 
 
 def _within(places: list[tuple[int, int]], spans: tuple[tuple[int, int], ...]) -> np.ndarray:
