@@ -73,7 +73,8 @@ def plan(**changes: Any) -> dict[str, Any]:
 
 SUMMARY = {
     "measured_peak_bytes": 11 * GB // 10, "rss_peak_bytes": 15 * GB // 10, "rss_baseline_bytes": 4 * GB // 10,
-    "stopped": "finished", "steps": 6, "samples": {"before": "<b>once", "after": "twice"},
+    "stopped": "finished", "steps": 6, "survived": ["step 3: memory ran short & was found"],
+    "samples": {"before": "<b>once", "after": "twice"},
     "versions": {"torch": "2.13", "threads": 2},
     "data": {"trains": [{"name": "train", "sources": ["a.jsonl"], "rows_read": 1234, "dropped": {"empty": 3},
                          "packing": {"documents_in": 1200, "tokens_in": 50_000, "rows": 98, "trained_tokens": 48_800,

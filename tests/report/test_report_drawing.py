@@ -89,6 +89,19 @@ def test_what_is_drawn_of_a_step(run_folder: Path) -> None:  # noqa: F811
     assert step_memory(dataclasses.replace(story, timeline=None)) is None
 
 
+def test_a_step_that_ran_under_another_plan_is_not_held_against_this_one(run_folder: Path) -> None:  # noqa: F811
+    story = gather(run_folder)
+    assert story.timeline is not None
+    other = dataclasses.replace(story, timeline={**story.timeline, "chosen": {"micro_rows": 7}})
+    memory = step_memory(other)
+    assert memory is not None
+    assert memory.planned is None
+    assert [level.kind for level in memory.levels] == ["budget"]
+    assert step_memory(dataclasses.replace(story, timeline={**story.timeline, "chosen": story.plan["chosen"]})) == (
+        step_memory(story)
+    )
+
+
 def test_a_far_budget_is_named_and_not_drawn_and_a_card_has_no_process(run_folder: Path) -> None:  # noqa: F811
     story = gather(run_folder)
     places = {"device": {"name": "rtx-4090", "budget_bytes": 24 * GB}, "host": {"baseline_bytes": GB}}

@@ -67,6 +67,7 @@ def test_the_page_is_whole_and_fetches_nothing(run_folder: Path) -> None:  # noq
         "finished", "step 6 of 6", "tiny <model>", "125,000,000 parameters", "1.50 GB", "planned 1.60 GB: -6.2 %",
         "3.500 → 3.125", "768 tokens", "26 tokens/s", "Memory over one step (the 2nd)", "recompute 1 of 1 blocks",
         "say & go", "<b>once", "layers.*.w", "12", "torch", "no recompute", "exact.recompute=0", "clip: 1.0",
+        "step 3: memory ran short & was found",
         "1,234", "48,800", "train: 3 empty", "train: 2 documents truncated", "a note of the data", "q_proj", "192 B",
     ):  # fmt: skip
         assert part in words, part

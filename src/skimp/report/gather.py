@@ -63,6 +63,11 @@ class Story:
         return int(self.summary.get("rss_baseline_bytes") or self.place("host", "baseline_bytes") or 0)
 
     @property
+    def same_plan(self) -> bool:
+        """Whether the watched step ran under the plan that is stored: a run that survived a shortage has another."""
+        return self.timeline is None or self.timeline.get("chosen") in (None, self.plan.get("chosen"))
+
+    @property
     def planned_tensors(self) -> int | None:
         """Planned bytes of tensors at the fullest moment of training."""
         found: int | None = self.plan.get("phases", {}).get("train")

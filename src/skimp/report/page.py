@@ -30,6 +30,7 @@ def page(story: Story, memory: StepMemory | None) -> str:
         [
             _head(story),
             _cards(story),
+            _survived(story),
             _memory(story, memory),
             _section("Over the steps", f'<div class="charts">{"".join(curves(story))}</div>'),
             _section("Planned against measured", tables.planned_against_measured(story)),
@@ -102,6 +103,11 @@ def _card(name: str, value: str, notes: list[str], kind: str = "") -> str:
     return f'<div class="card {kind}"><span>{escape(name)}</span><b>{escape(value)}</b>{lines}</div>'
 
 
+def _survived(story: Story) -> str:
+    items = "".join(f"<li>{escape(str(event))}</li>" for event in story.summary.get("survived") or ())
+    return _section("What it survived", f"<ul>{items}</ul>") if items else ""
+
+
 def _memory(story: Story, memory: StepMemory | None) -> str:
     if memory is None:
         return _section("Memory", "<p>No step of this run was watched: it ended before its second.</p>")
@@ -112,6 +118,8 @@ def _memory(story: Story, memory: StepMemory | None) -> str:
         if memory.planned
         else ""
     )
+    if not story.same_plan:
+        over = " The run went on under another plan after this step, so no plan is drawn here."
     told = f"<p>Every tensor of one optimizer step, by what it is for.{process}{line}{over}</p>"
     return _section(
         f"Memory over one step (the {_ordinal(memory.step)})",

@@ -140,10 +140,10 @@ def _levels(story: Story, highest: int) -> tuple[list[Level], str]:
     """Budget and planned peaks, and a sentence on a budget that is too far above to be drawn."""
     levels = []
     tensors = story.planned_tensors
-    if tensors is not None:
+    if tensors is not None and story.same_plan:
         name = "planned: tensors" if story.baseline else "planned peak"
         levels.append(Level(name, tensors + story.baseline, "planned"))
-    if story.on_cpu and story.plan.get("peak_bytes"):
+    if story.on_cpu and story.plan.get("peak_bytes") and story.same_plan:
         levels.append(Level("planned: whole process", story.plan["peak_bytes"], "planned"))
     budget = story.budget
     if budget is None:
@@ -157,7 +157,7 @@ def _levels(story: Story, highest: int) -> tuple[list[Level], str]:
 def _planned(story: Story, drawn: dict[str, Any], kept: Sequence[int]) -> list[int] | None:
     """What the plan foretold for the phase and place of each point; None where the plan has no such places."""
     moments = story.plan.get("moments")
-    if not moments:
+    if not moments or not story.same_plan:
         return None
     found: list[int] = []
     for i in kept:

@@ -194,9 +194,12 @@ class Loop:
         self._spike(result.loss)
 
     def _tracked(self) -> bool:
-        """The second step of a process is watched by the tracker; the only one, when there is no second."""
+        """The second step of a process is watched by the tracker; the only one, when there is no second; and the next
+        one after a rebuild, which nothing has measured yet."""
         done = self.state.step - self._started
-        return done == 1 or (done == 0 and self.state.step + 1 >= self.schedule.steps)
+        if done > 1:
+            return not self.state.measured_peak
+        return done == 1 or self.state.step + 1 >= self.schedule.steps
 
     def _watched(self, batch: Any) -> Any:
         timeline = Timeline(CATEGORIES, resident=resident_reader())
@@ -206,6 +209,7 @@ class Loop:
             result = self.run.step(batch)
         self.state.measured_peak = max(self.state.measured_peak, tracker.peak.total)
         seen = {"step": self.state.step + 1, "operators": tracker.count, "peak": asdict(tracker.peak)}
+        seen["chosen"] = self.run.exact.as_dict()
         write_file(self.folder.path / "timeline.json", json.dumps({**seen, **timeline.as_dict()}).encode())
         return result
 
