@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from skimp.cli import completion, doctor, export, generate, methods, plan, report, schema, train
+from skimp.cli import completion, doctor, export, generate, init, methods, plan, report, schema, train
 from skimp.cli import eval as evaluate
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Plan, train and hand over large language models on machines that are too small.",
 )
+app.command("init")(init.command)
 app.command("plan")(plan.command)
 app.command("train")(train.command)
 app.command("eval")(evaluate.command)

@@ -78,10 +78,8 @@ def _less_memory(seen: Remains) -> Iterator[Change]:
     taken = f"it took {format_bytes(over)} more than planned" if over else "it kept to its plan"
     now = f"{format_bytes(seen.room)} are there for a process now ({seen.room_why})"
     if free >= planned + over:
-        yield Change(
-            "nothing about its memory",
-            f"{taken}, and {now}: something else held memory when it died; see that it does not come back",
-        )
+        then = f"all it could have when it died was {format_bytes(v['rss'] + v['left'])}; " if "left" in v else ""
+        yield Change("nothing about its memory", f"{taken}; {then}{now}, which is enough while it lasts")
         return
     target = (free - over) // 10**7 * 10**7
     floor = seen.plan.get("places", {}).get("host", {}).get("baseline_bytes", 0)
