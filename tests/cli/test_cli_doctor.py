@@ -60,7 +60,26 @@ def test_no_run_there(skimp: Skimp, tmp_path: Path) -> None:
     done = skimp("doctor", str(tmp_path / "none"))
     assert (done.code, done.out) == (2, "")
     assert "no such folder" in done.err
-    assert skimp("doctor", str(tmp_path), "--check").code == 2
+
+
+def test_a_checkpoint_whose_bytes_changed_is_found_by_reading_it(
+    skimp: Skimp, write_recipe: Callable[..., str], recipe: dict[str, Any], plan_once: None
+) -> None:
+    assert skimp("train", write_recipe({"train.steps": 2, "report": False}), "--quiet").code == 0
+    done = skimp("doctor", recipe["output"], "--check", columns=200)
+    assert done.code == 0
+    assert "every byte as it was written" in done.out
+    saved = Path(recipe["output"]) / "checkpoints/step-00000002/model.safetensors"
+    with saved.open("r+b") as file:
+        file.seek(-64, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-64, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 1]))
+    assert skimp("doctor", recipe["output"]).code == 0  # sizes agree: only reading tells
+    done = skimp("doctor", recipe["output"], "--check", columns=200)
+    assert done.code == 2
+    assert "DAMAGED" in done.out
+    assert json.loads(skimp("doctor", recipe["output"], "--check", "--json").out)["checkpoint_sound"] is False
 
 
 # ---------------------------------------------------------------------- real deaths

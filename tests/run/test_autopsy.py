@@ -155,6 +155,27 @@ def test_refused_memory_and_a_full_disk(died: Callable[..., Autopsy]) -> None:
     assert limit.changes[0].what == "ulimit -f unlimited"
 
 
+def test_a_run_that_stopped_itself_for_memory(died: Callable[..., Autopsy], trained: Path) -> None:
+    error = {"asked": "step 6 within memory", "found": "refused", "why": "nothing smaller", "instead": ["--resume"]}
+    died()
+    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    rows[-1]["note"] = "step 5: one row at a time"
+    (trained / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert remains.gather(trained).metrics.notes == ("step 5: one row at a time",)
+    found = autopsy_after(died, rows, ended=ended(kind="OutOfMemory", **error))
+    assert (found.verdict.kind, found.verdict.sure) == ("memory refused", True)
+    assert "before that, step 5: one row at a time" in found.verdict.evidence
+    assert found.changes[0].what == "nothing about its memory"
+
+
+def autopsy_after(died: Callable[..., Autopsy], rows: list[dict[str, Any]], **words: Any) -> Autopsy:
+    """An autopsy whose metrics keep their notes."""
+    found = died(**words)
+    metrics = replace(found.seen.metrics, notes=tuple(row["note"] for row in rows if "note" in row))
+    seen = replace(found.seen, metrics=metrics)
+    return replace(found, seen=seen, verdict=verdict.judge(seen))
+
+
 def test_a_bad_number_goes_to_a_new_run_with_half_the_rate(died: Callable[..., Autopsy]) -> None:
     error = NonFiniteError("a finite loss in step 6", "nan", "it spreads", ["lower train.lr"])
     words = {key: getattr(error, key) for key in ("asked", "found", "why", "instead")}

@@ -105,6 +105,8 @@ def test_kernels_not_built_and_no_compiler(monkeypatch: pytest.MonkeyPatch) -> N
     assert found["native"].mend.endswith("-m skimp.kernels.native")
     assert "gcc" in found["native"].mend
     assert named(software.kernels({"native": ""}))["native"].state == "ok"
+    pools = [named(software.kernels({"native": "", "pool": why})) for why in ("", "not built: run …", None)]
+    assert [p["pool"].state if "pool" in p else None for p in pools] == ["ok", "note", None]
     assert "not known" in named(software.kernels({"crash": "signal 4"}))["native"].value
 
 

@@ -145,7 +145,7 @@ class Survival:
             return None  # not even room to plan: the same plan once more, with what was given back
 
     def _rebuild(self, loop: Loop, plan: Plan) -> None:
-        loop.folder.vitals.beat("rebuild", loop.state.step)
+        loop.folder.vitals.beat("rebuild", loop.state.step, planned=plan.peak_bytes)
         loop.run.rebuild(plan)
         if plan.places.on_cpu:
             set_malloc_policy(plan.exact.malloc)

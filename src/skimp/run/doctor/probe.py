@@ -31,7 +31,7 @@ def look() -> dict[str, Any]:
         return found
     import torch
 
-    from skimp.kernels.native import why
+    from skimp.kernels.native import pool, why
 
     cuda = torch.cuda.is_available()
     found |= {
@@ -39,6 +39,7 @@ def look() -> dict[str, Any]:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "native": why(),
+        "pool": pool.why(),
         "cpu": {"mkl": torch.backends.mkl.is_available(), "openmp": torch.backends.openmp.is_available()},
         "cards": [
             {"name": torch.cuda.get_device_name(i), "bytes": torch.cuda.get_device_properties(i).total_memory}

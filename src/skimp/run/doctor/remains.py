@@ -34,6 +34,7 @@ class Metrics:
         seconds: mean of the last ten steps.
         early, late: resident bytes in the third step of the file and in the last.
         torn: the last line is cut, as a death or a full disk leaves it.
+        notes: the last three of what the run went on after, such as a step that was refused memory.
     """
 
     step: int = 0
@@ -44,6 +45,7 @@ class Metrics:
     seconds: float = 0.0
     early: int | None = None
     torn: bool = False
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,7 @@ def _metrics(path: Path, saved: int) -> Metrics:
     """One pass, line by line: a long run's file is large."""
     last: dict[str, Any] = {}
     recent: list[float] = []
+    notes: list[str] = []
     after, after_seconds, torn, early = 0, 0.0, False, None
     for number, (row, whole) in enumerate(_rows(path)):
         torn = not whole
@@ -220,6 +223,7 @@ def _metrics(path: Path, saved: int) -> Metrics:
         last = row
         early = row.get("memory_bytes") if number == 2 else early
         recent = [*recent[-9:], float(row.get("seconds") or 0)]
+        notes += [str(row["note"])] if row.get("note") else []
         if row["step"] > saved:
             after, after_seconds = after + 1, after_seconds + recent[-1]
     if not last:

@@ -19,6 +19,11 @@ from skimp.run.doctor.finding import Finding
 EXTRAS = {
     "gguf": "export to GGUF",
     "hub": "data sets from the Hub",
+    "report": "memory.png after a run",
+    "tensorboard": "log: tensorboard",
+    "trackio": "log: trackio",
+    "wandb": "log: wandb",
+    "hf": "skimp's techniques inside Hugging Face Trainer and TRL",
     "triton": "fused kernels on a card",
     "dev": "tests, lint and types of skimp itself",
     "docs": "the site of documentation",
@@ -72,9 +77,23 @@ def kernels(probe: dict[str, Any]) -> Iterator[Finding]:
         )
     else:
         yield Finding("kernels", "native", "built for this source and this CPU")
+    yield from _pool(probe)
     if "capability" in probe:
         threads, capability = probe["threads"], probe["capability"]
         yield Finding("kernels", "torch", f"capability {capability}, {threads} threads", facts=dict(probe["cpu"]))
+
+
+def _pool(probe: dict[str, Any]) -> Iterator[Finding]:
+    """The tensor pool, which keeps freed blocks for the next tensors; a C++ compiler builds it, on glibc alone."""
+    from skimp.kernels.native.pool import compiler
+
+    why = probe.get("pool")
+    if why == "":
+        yield Finding("kernels", "pool", "the tensor pool is built")
+    elif why is not None and platform.libc_ver()[0] == "glibc":
+        first = f"{install_command('g++')} && " if compiler() is None else ""
+        value = f"{why.partition(':')[0]}: the C library's allocator serves, slower or with more memory"
+        yield Finding("kernels", "pool", value, "note", f"{first}{python()} -m skimp.kernels.native")
 
 
 def accelerators(probe: dict[str, Any]) -> Iterator[Finding]:

@@ -67,7 +67,7 @@ def judge(seen: Remains) -> Verdict:
         return _in_its_own_words(seen, ended)
     if not seen.vitals:
         return _without_vitals(seen)
-    when = (_last_sign(seen), *_growth(seen))
+    when = (_last_sign(seen), *_growth(seen), *_survived(seen))
     if seen.crash:
         name = re.search(r"Fatal Python error: (.*)", seen.crash)
         return Verdict(
@@ -120,7 +120,7 @@ def _in_its_own_words(seen: Remains, ended: dict[str, Any]) -> Verdict:
         return Verdict("disk", "the disk took no more", True, (*evidence, _disk(seen)))
     if kind == "OutOfMemory":
         short = "memory ran short, nothing smaller would do, and it saved first"
-        return Verdict("memory refused", short, True, (*evidence, _memory(seen.vitals)))
+        return Verdict("memory refused", short, True, (*evidence, *_survived(seen), _memory(seen.vitals)))
     if kind in ("MemoryError", "OutOfMemoryError") or REFUSED.search(said):
         return Verdict("memory refused", "memory was asked for and refused", True, (*evidence, _memory(seen.vitals)))
     evidence += ended.get("where", ())
@@ -203,6 +203,11 @@ def _growth(seen: Remains) -> tuple[str, ...]:
     if early and late and late > 1.15 * early and step > 10:
         return (f"memory grew from {format_bytes(early)} after step 3 to {format_bytes(late)} after step {step}",)
     return ()
+
+
+def _survived(seen: Remains) -> tuple[str, ...]:
+    """What the run had gone on after: retries and smaller plans, as it noted them."""
+    return tuple(f"before that, {note}" for note in seen.metrics.notes)
 
 
 def _disk(seen: Remains) -> str:
