@@ -91,7 +91,7 @@ def test_the_data_decides_what_follows_from_it(skimp: Skimp, here: Path) -> None
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--model", "smollm2-135"), "did you mean"),
+        (("--model", "smollm3-135m"), "did you mean"),
         (("--data", "none.jsonl"), "no such file"),
         (("--data", "empty.jsonl"), "empty file"),
         (("--data", "odd.jsonl"), "data.field=body"),

@@ -230,9 +230,8 @@ def _metrics(path: Path, saved: int) -> Metrics:
         return Metrics(torn=torn)
     mean = sum(recent) / len(recent)
     found = {key: last.get(name) for key, name in (("loss", "loss"), ("memory", "memory_bytes"))}
-    return Metrics(
-        last["step"], **found, after=after, after_seconds=after_seconds, seconds=mean, early=early, torn=torn
-    )
+    counts = {"after": after, "after_seconds": after_seconds, "seconds": mean}
+    return Metrics(last["step"], **found, **counts, early=early, torn=torn, notes=tuple(notes[-3:]))
 
 
 def _rows(path: Path) -> Iterator[tuple[dict[str, Any], bool]]:
