@@ -87,11 +87,11 @@ def select(
         and (words is None or says(f, words))
     ]
     if not chosen:
-        asked = [f"'{words}'"] if words else []
-        asked += [f"--{k} {v}" for k, v in (("attacks", attacks), ("kind", kind), ("stage", stage)) if v]
-        asked += [] if exact is None else ["--exact" if exact else "--approximate"]
+        given = [f"'{words}'"] if words else []
+        given += [f"--{k} {v}" for k, v in (("attacks", attacks), ("kind", kind), ("stage", stage)) if v]
+        given += [] if exact is None else ["--exact" if exact else "--approximate"]
         near = did_you_mean(words, [f.name for f in known]) if words else "fewer of these"
-        raise SkimpError(f"skimp methods {' '.join(asked)}", "no method", instead=[near, "skimp methods: all of them"])
+        raise SkimpError(f"skimp methods {' '.join(given)}", "no method", instead=[near, "skimp methods: all of them"])
     return chosen
 
 

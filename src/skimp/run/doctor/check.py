@@ -197,7 +197,8 @@ def checks(folder: Path) -> list[Check]:
     """All of them; one that raises has failed, with its exception for an answer."""
     load()
     found = []
-    for name, check in {**CHECKS, "disk": partial(disk, folder)}.items():
+    every: dict[str, Callable[[], Answer]] = {**CHECKS, "disk": partial(disk, folder)}
+    for name, check in every.items():
         try:
             passed, said = check()
         except Exception as error:

@@ -92,7 +92,8 @@ class Remains:
     @property
     def steps(self) -> int | None:
         """Optimizer steps of the whole run, where it is known."""
-        return self.vitals.get("steps") or self.recipe.get("train", {}).get("steps")
+        found: int | None = self.vitals.get("steps") or self.recipe.get("train", {}).get("steps")
+        return found
 
     @property
     def step(self) -> int:
@@ -114,7 +115,7 @@ def gather(folder: Path) -> Remains:
             [*_runs_near(folder), "skimp doctor: look at the machine"],
         )
     damaged: list[str] = []
-    loaded = {name: _load(folder / f"{name}.json", damaged) for name in ("recipe", "plan", "summary")}
+    recipe, plan, summary = (_load(folder / f"{name}.json", damaged) for name in ("recipe", "plan", "summary"))
     vitals = read(folder) or {}
     newest, broken = _checkpoints(folder / "checkpoints")
     step = step_of(newest) if newest else 0
@@ -125,7 +126,9 @@ def gather(folder: Path) -> Remains:
         folder,
         life_of(folder, vitals),
         vitals,
-        **loaded,
+        recipe,
+        plan,
+        summary,
         metrics=_metrics(folder / "metrics.jsonl", step),
         newest=newest,
         newest_step=step,
@@ -229,9 +232,8 @@ def _metrics(path: Path, saved: int) -> Metrics:
     if not last:
         return Metrics(torn=torn)
     mean = sum(recent) / len(recent)
-    found = {key: last.get(name) for key, name in (("loss", "loss"), ("memory", "memory_bytes"))}
-    counts = {"after": after, "after_seconds": after_seconds, "seconds": mean}
-    return Metrics(last["step"], **found, **counts, early=early, torn=torn, notes=tuple(notes[-3:]))
+    loss, memory = last.get("loss"), last.get("memory_bytes")
+    return Metrics(last["step"], loss, memory, after, after_seconds, mean, early, torn, tuple(notes[-3:]))
 
 
 def _rows(path: Path) -> Iterator[tuple[dict[str, Any], bool]]:
