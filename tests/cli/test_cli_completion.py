@@ -48,6 +48,7 @@ def test_recipes_runs_and_the_way_to_them(here: Path) -> None:
     assert words(complete.recipes("./o")) == ["./one.yaml"]
     assert words(complete.recipes("runs/")) == ["runs/a", "runs/b"]
     assert words(complete.run_folders("runs/b")) == ["runs/b"]
+    assert words(complete.opened("runs/a"))[0] == "runs/a"
     assert words(complete.recipes(f"{here}/tw")) == [f"{here}/two.yml"]
     assert words(complete.recipes("absent/x")) == []
 
@@ -64,6 +65,7 @@ def test_keys_section_by_section_then_values(here: Path) -> None:
     assert words(complete.overrides("no.such=")) == []
     assert words(complete.recipe_or_override("tr")) == ["train."]
     assert "rtx-4090" in words(complete.cards("rtx-40"))
+    assert "smollm2-135m" in words(complete.opened("smol"))
     assert words(complete.precisions("bf")) == ["bf16-mixed", "bf16"]
     assert "activations" in words(complete.attacked("act"))
     assert words(complete.kinds("up")) == ["update rule"]

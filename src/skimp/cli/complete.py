@@ -58,6 +58,14 @@ def models(incomplete: str) -> Iterator[Offer]:
     yield from _values("model", incomplete)
 
 
+def opened(incomplete: str) -> Iterator[Offer]:
+    """What can be evaluated, generated with and exported: runs first, then all that `model` takes."""
+    runs = list(run_folders(incomplete))
+    known = {f"{folder}/" for folder, _ in runs}
+    yield from runs
+    yield from (offer for offer in models(incomplete) if offer[0] not in known)
+
+
 def cards(incomplete: str) -> Iterator[Offer]:
     """Cards to plan for."""
     yield from _matching(incomplete, (offer for offer in _devices() if offer[0] not in ("cpu", "cuda")))

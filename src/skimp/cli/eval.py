@@ -8,10 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
+from skimp.cli import complete
+
 
 def command(
-    model: Annotated[str, typer.Argument(help="A run, a checkpoint, an export, a model folder, GGUF, preset, Hub id.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value overrides of data.* keys.")] = None,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A run, a checkpoint, an export, a model folder, GGUF, preset, Hub id.", autocompletion=complete.opened
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value overrides of data.* keys.", autocompletion=complete.overrides)
+    ] = None,
     data: Annotated[list[str] | None, typer.Option(help="Text to score instead of the run's held-out text.")] = None,
     checkpoint: Annotated[str | None, typer.Option(help="Of a run: a step, a folder name, or best.")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens in a row (data.seq_len).")] = None,

@@ -8,11 +8,18 @@ from typing import Annotated, Any
 
 import typer
 
+from skimp.cli import complete
+
 KINDS = ("merged", "gguf")
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="A run, a checkpoint, an export, a model folder, GGUF, preset, Hub id.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A run, a checkpoint, an export, a model folder, GGUF, preset, Hub id.", autocompletion=complete.opened
+        ),
+    ],
     to: Annotated[str, typer.Option("--to", help="merged (a Hugging Face folder) or gguf (one file for llama.cpp).")],
     output: Annotated[Path | None, typer.Option(help="Folder or .gguf file; beside the run when not given.")] = None,
     dtype: Annotated[

@@ -9,9 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
+from skimp.cli import complete
+
 
 def command(
-    model: Annotated[str, typer.Argument(help="A run, a checkpoint, an export, a model folder, GGUF, preset, Hub id.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A run, a checkpoint, an export, a model folder, GGUF, preset, Hub id.", autocompletion=complete.opened
+        ),
+    ],
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; - or none reads one from stdin.")] = None,
     lines: Annotated[Path | None, typer.Option(help="A file with one prompt a line; - for stdin.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 128,

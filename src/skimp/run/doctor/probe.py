@@ -40,7 +40,10 @@ def look() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "native": why(),
         "pool": pool.why(),
-        "cpu": {"mkl": bool(torch.backends.mkl.is_available()), "openmp": "OpenMP" in torch.__config__.parallel_info()},
+        "cpu": {
+            "mkl": "mkl" in torch.__config__.show().lower(),
+            "openmp": "OpenMP" in torch.__config__.parallel_info(),
+        },
         "cards": [
             {"name": torch.cuda.get_device_name(i), "bytes": torch.cuda.get_device_properties(i).total_memory}
             for i in range(torch.cuda.device_count() if cuda else 0)
