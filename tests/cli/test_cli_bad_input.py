@@ -105,6 +105,43 @@ TEXTS: dict[str, tuple[str, bytes, dict[str, Any], tuple[str, ...]]] = {
         {"data.too_long": "error"},
         ("t.jsonl, row 2", "seq_len = 32", "data.too_long=split"),
     ),
+    "no chat template": (
+        "t.jsonl",
+        b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
+        {},
+        ("t.jsonl, row 1", "has none", "data.template=FILE", "data.template=chatml"),
+    ),
+    "roles out of order": (
+        "t.jsonl",
+        b'{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}\n',
+        {"data.template": "chatml"},
+        ("t.jsonl, row 1, turn 2", "after user comes assistant", "data.bad_rows=drop"),
+    ),
+    "prompts as long as a row": (
+        "t.jsonl",
+        b'{"prompt": "' + b"the cat sat on a mat " * 20 + b'", "completion": "and"}\n',
+        {},
+        ("the prompt fills the row", "nothing is left to train on", "data.seq_len="),
+    ),
+    "ragged csv": ("t.csv", b"prompt,completion\na,b\na,b,c\n", {}, ("t.csv, row 2 (line 3)", "3 cells")),
+    "preference pairs": (
+        "t.jsonl",
+        b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n',
+        {},
+        ("preference pairs", "1 pairs, read and checked", "data.fields.completion=chosen"),
+    ),
+    "missing validation set": (
+        "t.jsonl",
+        b'{"text": "the cat sat on a mat"}\n',
+        {"data.validation": {"held": "/dev/null/none.jsonl"}},
+        ("data.validation.held", "/dev/null/none.jsonl"),
+    ),
+    "format of no such field": (
+        "t.jsonl",
+        b'{"text": "the cat"}\n',
+        {"data.format": "messages"},
+        ("data.format=messages", "fields there: text", "data.fields.messages=NAME"),
+    ),
 }
 
 
