@@ -10,7 +10,7 @@ import typer
 
 from skimp.cli import complete
 
-KINDS = ("merged", "gguf")
+KINDS = ("merged", "peft", "gguf")
 
 
 def command(
@@ -20,7 +20,7 @@ def command(
             help="A run, a checkpoint, an export, a model folder, GGUF, preset, Hub id.", autocompletion=complete.opened
         ),
     ],
-    to: Annotated[str, typer.Option("--to", help="merged (a Hugging Face folder) or gguf (one file for llama.cpp).")],
+    to: Annotated[str, typer.Option("--to", help="merged (a folder), peft (the adapter alone) or gguf (one file).")],
     output: Annotated[Path | None, typer.Option(help="Folder or .gguf file; beside the run when not given.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="fp32, bf16, fp16; gguf also q8_0. As trained when left out.")
@@ -69,6 +69,16 @@ def write(to: str, found: Any, target: Path, shard: int | None, pre: str | None,
     for name, value, kind in (("--shard-size", shard, "merged"), ("--pre", pre, "gguf")):
         if value is not None and to != kind:
             raise RecipeError(f"{name} with --to {to}", "an option of --to " + kind, instead=f"leave {name} out")
+    if to == "peft":
+        from skimp.export.adapter import export_adapter
+
+        if options["dtype"] is not None:
+            raise RecipeError(
+                f"--dtype {options['dtype']} with --to peft",
+                "an adapter is float32, as it was trained",
+                instead="leave --dtype out",
+            )
+        return export_adapter(found, target, force=options["force"])
     if to == "gguf":
         return export_gguf(found, target, pre=pre, **options)
     return export_merged(found, target, shard=shard or SHARD, **options)
@@ -76,7 +86,7 @@ def write(to: str, found: Any, target: Path, shard: int | None, pre: str | None,
 
 def default_target(found: Any, to: str) -> Path:
     """`RUN/export/merged`, or a name after the model in this folder."""
-    name = {"merged": "merged", "gguf": "model.gguf"}[to]
+    name = {"gguf": "model.gguf"}.get(to, to)
     if found.folder is not None:
         return Path(found.folder) / "export" / name
     stem = Path(found.asked).stem if found.asked.endswith(".gguf") else Path(found.asked).name

@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from skimp.cli import completion, doctor, export, generate, init, methods, plan, report, schema, train
+from skimp.cli import chat, completion, doctor, export, generate, init, methods, plan, report, schema, train
 from skimp.cli import eval as evaluate
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command("plan")(plan.command)
 app.command("train")(train.command)
 app.command("eval")(evaluate.command)
 app.command("generate")(generate.command)
+app.command("chat")(chat.command)
 app.command("export")(export.command)
 app.command("report")(report.command)
 app.command("methods")(methods.command)

@@ -33,6 +33,31 @@ def model_card(found: Found, layout: Any, target: Path) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def adapter_card(found: Found, base: str, target: Path) -> str:
+    """README.md of an exported adapter."""
+    facts = {"library_name": "peft", "tags": ["skimp", "lora"], **({"base_model": base} if _on_hub(base) else {})}
+    parts = [
+        "---\n" + yaml.safe_dump(facts, sort_keys=False) + "---",
+        f"# {target.name}",
+        f"A LoRA adapter for `{base}`, written by skimp {skimp.__version__} from {found.why.partition(', its')[0]}.",
+        f"""## Use it
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained("{base}")
+model = PeftModel.from_pretrained(base, "{target.name}")
+```""",
+        *_training(found),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _on_hub(name: str) -> bool:
+    return "/" in name and not Path(name).exists()
+
+
 def _count(shape: tuple[int, ...]) -> int:
     count = 1
     for extent in shape:
@@ -43,7 +68,7 @@ def _count(shape: tuple[int, ...]) -> int:
 def _front(found: Found) -> str:
     facts: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["skimp"]}
     base = found.recipe.model.name if found.recipe is not None else found.asked
-    if "/" in base and not Path(base).exists():
+    if _on_hub(base):
         facts["base_model"] = base
     return "---\n" + yaml.safe_dump(facts, sort_keys=False) + "---"
 

@@ -7,7 +7,6 @@ Tensors go from the checkpoint to the file one at a time: the process never hold
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,4 +187,4 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
                 config["tokenizer_class"] = "PreTrainedTokenizerFast"
             write_json(folder / name, config)
         else:
-            shutil.copyfile(source / name, folder / name)
+            write_file(folder / name, (source / name).read_bytes())

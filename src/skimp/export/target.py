@@ -95,8 +95,7 @@ def aside(target: Path, needed: int) -> Iterator[Path]:
         if shutil.disk_usage(target.parent).free < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         yield work
-        if work.is_dir():
-            fsync_folder(work)
+        fsync_folder(work)  # a file takes it too: its bytes are on the disk before its name is
         if target.exists():
             os.replace(target, old)
         os.replace(work, target)

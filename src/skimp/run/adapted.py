@@ -50,7 +50,7 @@ class AdaptedTensors:
         close: Callable[[], None] = lambda: None,
     ) -> None:
         self.base, self.dtype, self.addition, self.expected = base, dtype, addition, expected
-        self._names, self._get, self._close = names, get, close
+        self._names, self.get, self._close = names, get, close
         self._model = skeleton(config, dtype)
         targets: dict[str, Any] = dict(self._model.named_parameters(remove_duplicate=False))
         self._owner = owners(self._model)
@@ -78,13 +78,13 @@ class AdaptedTensors:
             self._sums[name] = checksum(value, Staging())
         trained = next((n for n in self._names if self._owner.get(n) == name), None)
         if trained is not None:
-            return self._get(trained)
+            return self.get(trained)
         return self._merged(name.removesuffix(".weight"), value) if self._is_merged(name) else value
 
     def _merged(self, name: str, value: Tensor) -> Tensor:
         module: Any = self._model.get_submodule(name)
         empty = module._parameters["weight"]
-        parts = {"weight": value.float(), A: self._get(f"{name}.{A}"), B: self._get(f"{name}.{B}")}
+        parts = {"weight": value.float(), A: self.get(f"{name}.{A}"), B: self.get(f"{name}.{B}")}
         module._parameters |= {key: nn.Parameter(part, requires_grad=False) for key, part in parts.items()}
         try:
             with torch.no_grad():

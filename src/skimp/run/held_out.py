@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from skimp.core.errors import DataError
+from skimp.core.errors import DataError, ModelError
 from skimp.data import prepare
 from skimp.recipe.families import max_positions
 from skimp.run.opened import Found
@@ -38,10 +38,19 @@ def held_out(
 
     Raises:
         DataError: no text to score, a missing or malformed file.
+        ModelError: rows longer than the model's positions.
         RecipeError: an override is wrong.
     """
     recipe = _recipe(found, files, overrides)
     data = text_data(recipe)
+    limit = max_positions(found.config)
+    if limit is not None and data.seq_len > limit and recipe.model.positions != "extend":
+        raise ModelError(
+            f"rows of {data.seq_len} tokens with {found.asked}",
+            f"the model has {limit} positions",
+            "beyond them it was never trained",
+            [f"--seq {limit}", "model.positions=extend, for rotary models, knowingly"],
+        )
     if files:
         # Every document of the files is scored, none is split off.
         data = replace(data, train=list(files), validation=None, validation_tokens=None, streaming=False)

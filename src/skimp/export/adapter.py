@@ -1,0 +1,72 @@
+"""An adapter alone, as a folder PEFT loads on its base: only what was trained, whatever the base's size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from skimp.adapters.lora import LoRA
+from skimp.core.errors import ModelError
+from skimp.export.card import adapter_card
+from skimp.export.peft import write_peft
+from skimp.export.target import MARK, aside, check_target, is_our_folder, mark_of
+from skimp.run.adapted import AdaptedTensors
+from skimp.run.durable import write_file, write_json
+from skimp.run.opened import Found
+from skimp.run.skeleton import skeleton
+
+
+def export_adapter(found: Found, target: Path, *, force: bool = False) -> dict[str, Any]:
+    """Write the adapter of a run in the format of Hugging Face PEFT; the base is not read.
+
+    Args:
+        found: a run that trained an adapter, or one of its checkpoints.
+        target: the folder; new, empty, or an earlier export with `force`.
+
+    Returns:
+        {"target", "kind", "bytes", "files", "tensors", "dtype"}.
+
+    Raises:
+        ModelError: the run trained the model itself.
+        CheckpointError: the target is taken, or its disk is full.
+    """
+    stored = found.stored
+    if not isinstance(stored, AdaptedTensors):
+        raise ModelError(
+            f"--to peft of {found.asked}",
+            "no adapter: every weight was trained" if found.recipe is not None else "no adapter",
+            instead="--to merged: the whole model",
+        )
+    check_target(target, force, is_our_folder)
+    lora = attached(found, stored)
+    tensors = sum(1 for _ in lora.named_parameters())
+    size = sum(p.nbytes for p in lora.parameters())
+    base = str(found.recipe.model.name) if found.recipe is not None else ""
+    with aside(target, 2 * size + (8 << 20)) as folder:
+        write_peft(folder, lora, base_name=base, base=stored.expected)
+        write_file(folder / "README.md", adapter_card(found, base, target).encode())
+        write_json(folder / MARK, mark_of({"kind": "peft", "from": found.asked, "step": found.step}))
+    file = target / "adapter_model.safetensors"
+    return {
+        "target": str(target),
+        "kind": "peft",
+        "bytes": file.stat().st_size,
+        "files": [file.name],
+        "tensors": tensors,
+        "dtype": "float32",
+    }
+
+
+def attached(found: Found, stored: AdaptedTensors) -> LoRA:
+    """The adapter with its numbers on a model without storage: writing it needs the base's shapes alone."""
+    model = skeleton(found.config, stored.dtype)
+    lora = LoRA(model, stored.addition)
+    for name, parameter in list(lora.named_parameters()):
+        module, _, part = name.rpartition(".")
+        with torch.no_grad():
+            value = nn.Parameter(stored.get(name), parameter.requires_grad)
+        lora.module(module)._parameters[part] = value
+    return lora
