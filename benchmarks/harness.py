@@ -51,7 +51,8 @@ def own(folder: str) -> list[tuple[float, bool]]:
     """The same by skimp."""
     import torch
 
-    from skimp.run.opened import find, open_model
+    from skimp.run.found import find
+    from skimp.run.opened import open_model
     from skimp.run.words import Words
 
     with find(folder) as found:

@@ -29,7 +29,7 @@ FLOOR: dict[str, set[str]] = {
     **{room: set(GROUND) for room in TECHNIQUES},
     "recipe": {"core"},
     "report": {"core"},
-    # export writes what `run.opened` finds, with the writer of checkpoints
+    # export writes what `run.found` finds, with the writer of checkpoints
     "export": GROUND | TECHNIQUES | {"recipe", "run"},
     "hf": GROUND | TECHNIQUES,
     "run": GROUND | TECHNIQUES | {"recipe", "plan", "export"},

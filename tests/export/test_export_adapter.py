@@ -19,7 +19,8 @@ from skimp.core.errors import CheckpointError, ModelError
 from skimp.export.adapter import export_adapter
 from skimp.export.gguf import export_gguf
 from skimp.export.merged import export_merged
-from skimp.run.opened import find, open_model
+from skimp.run.found import find
+from skimp.run.opened import open_model
 
 BY_PEFT = """
 import sys, torch
@@ -51,6 +52,9 @@ def test_merged_is_what_peft_computes_and_what_gguf_holds(run: str, tiny_folder:
         again = open_model(found).head.logits_of(IDS, torch.arange(IDS.shape[1]).unsqueeze(0))
     assert torch.equal(again, ours)
     assert facts["tensors"] == 2 * 7 * 2
+    with find(str(tmp_path / "peft")) as found:
+        again = open_model(found).head.logits_of(IDS, torch.arange(IDS.shape[1]).unsqueeze(0))
+    assert torch.equal(again, ours)
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert (config["r"], config["use_rslora"], config["base_model_name_or_path"]) == (4, True, str(tiny_folder))
     pytest.importorskip("peft")

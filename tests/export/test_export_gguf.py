@@ -17,8 +17,9 @@ from skimp.export.gguf_tokenizer import splitting_rule
 from skimp.export.rotary import llama3_factors, rotary_facts
 from skimp.recipe.gguf_config import gguf_config
 from skimp.recipe.gguf_header import read_header
+from skimp.run.found import find
 from skimp.run.gguf_tensors import gguf_name, halves, hf_name, interleaved
-from skimp.run.opened import find, open_model
+from skimp.run.opened import open_model
 
 gguf = pytest.importorskip("gguf")
 IDS = torch.tensor([[5, 17, 250, 3, 3, 90, 120]])

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from skimp.core.errors import CheckpointError, ModelError
 from skimp.export.merged import export_merged
 from skimp.export.target import MARK
-from skimp.run.opened import find, open_model
+from skimp.run.found import find
+from skimp.run.opened import open_model
 
 IDS = torch.tensor([[5, 17, 250, 3, 3, 90, 120]])
 

@@ -12,8 +12,9 @@ import torch
 
 from skimp.core.errors import ModelError, RecipeError
 from skimp.run import generate
+from skimp.run.found import find
 from skimp.run.generate import Decoder, Generated, stream
-from skimp.run.opened import Opened, find, open_model
+from skimp.run.opened import Opened, open_model
 from skimp.run.sampling import Sampling
 
 PROMPT = [5, 17, 250, 3, 3, 90, 120]

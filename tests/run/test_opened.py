@@ -16,8 +16,9 @@ import skimp.api
 from skimp.core.errors import CheckpointError, DataError, DoesNotFit, ModelError
 from skimp.data.synthetic import synthetic_batch
 from skimp.run.evaluation import choose_way, score
+from skimp.run.found import find
 from skimp.run.held_out import held_out
-from skimp.run.opened import find, open_model
+from skimp.run.opened import open_model
 
 IDS = torch.arange(3, 20).unsqueeze(0)
 
@@ -136,7 +137,7 @@ def test_memory_is_flat_over_ten_thousand_rows(tiny_folder: Path) -> None:
         with tracker:
             score(opened, EndlessRows(count * way.rows), "endless", way)
         peaks.append(tracker.peak.total)
-    # One batch more while the next is being made: its four tensors of rows x 32 int64.
+    # The last batch while the next one is made: three tensors of rows x 32 int64, and the rows' sources.
     assert peaks[1] - peaks[0] <= 3 * way.rows * 32 * 8 + way.rows * 8
     assert peaks[0] <= way.tracked
 

@@ -42,12 +42,12 @@ def test_the_token_behind_an_answer_ends_it(tiny_folder: Path, tmp_path: Path) -
     """A base model's end of text is one token, its chat template's end of turn another."""
     folder = shutil.copytree(tiny_folder, tmp_path / "two")
     described = json.loads((folder / "tokenizer.json").read_text())
-    turn = {"id": 301, "content": "<turn>", "special": True, "single_word": False, "lstrip": False, "rstrip": False}
+    turn = {"id": 300, "content": "<turn>", "special": True, "single_word": False, "lstrip": False, "rstrip": False}
     described["added_tokens"].append({**turn, "normalized": False})
     (folder / "tokenizer.json").write_text(json.dumps(described))
     words = Words(folder, {"vocab_size": 320})
     assert words.ends == {0}
-    assert Talk(words, template=_file(tmp_path, TURNS.replace("<end>", "<turn>"))).ends == {0, 301}
+    assert Talk(words, template=_file(tmp_path, TURNS.replace("<end>", "<turn>"))).ends == {0, 300}
 
 
 def _file(folder: Path, text: str) -> str:

@@ -37,8 +37,9 @@ def command(
     sampling = Sampling(temperature, mass, top_k, min_p, repetition_penalty, seed)
     from skimp.cli.console import console
     from skimp.cli.use import loading
+    from skimp.run.found import find
     from skimp.run.generate import Decoder
-    from skimp.run.opened import find, open_model
+    from skimp.run.opened import open_model
     from skimp.run.talk import Talk
     from skimp.run.words import Words
 

@@ -38,8 +38,9 @@ def command(
     from skimp.cli.use import loading, reading
     from skimp.core.units import format_bytes, parse_bytes
     from skimp.run.evaluation import choose_way, score
+    from skimp.run.found import find
     from skimp.run.held_out import held_out
-    from skimp.run.opened import find, open_model, settle_dtype
+    from skimp.run.opened import open_model, settle_dtype
 
     screen = console()
     words = [*(overrides or []), *([f"data.seq_len={seq}"] if seq is not None else [])]

@@ -39,7 +39,7 @@ def command(
     from skimp.cli.use import writing
     from skimp.core.errors import RecipeError, did_you_mean
     from skimp.core.units import format_bytes, parse_bytes
-    from skimp.run.opened import find
+    from skimp.run.found import find
 
     if to not in KINDS:
         raise RecipeError(f"--to {to}", "unknown", instead=did_you_mean(to, KINDS))

@@ -42,8 +42,9 @@ def command(
     asked = read_prompts(prompts or [], lines)
     from skimp.cli.console import console
     from skimp.cli.use import loading
+    from skimp.run.found import find
     from skimp.run.generate import Decoder, Generated, stream
-    from skimp.run.opened import find, open_model
+    from skimp.run.opened import open_model
     from skimp.run.words import TextStream, Words
 
     with find(model, checkpoint) as found:

@@ -15,7 +15,7 @@ from skimp.export.peft import write_peft
 from skimp.export.target import MARK, aside, check_target, is_our_folder, mark_of
 from skimp.run.adapted import AdaptedTensors
 from skimp.run.durable import write_file, write_json
-from skimp.run.opened import Found
+from skimp.run.found import Found
 from skimp.run.skeleton import skeleton
 
 

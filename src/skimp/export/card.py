@@ -10,7 +10,7 @@ import yaml
 
 import skimp
 from skimp.core.units import format_bytes
-from skimp.run.opened import Found
+from skimp.run.found import Found
 
 
 def model_card(found: Found, layout: Any, target: Path) -> str:

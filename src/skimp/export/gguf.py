@@ -26,8 +26,8 @@ from skimp.export.rotary import rotary_facts
 from skimp.export.target import MARK_KEY, aside, check_target, mark_of
 from skimp.export.tensors import Layout, check_range, lay_out
 from skimp.recipe.gguf_header import read_header
+from skimp.run.found import Found
 from skimp.run.gguf_tensors import GgufTensors, check_gguf_family, gguf_name, interleaved, rotary_heads
-from skimp.run.opened import Found
 from skimp.run.words import Words
 
 #: --dtype -> (GGML type, llama.cpp's file type, element it is measured in).
@@ -86,7 +86,8 @@ def export_gguf(
     encoding = dtype or {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(layout.dtype, "fp32")
     layout = lay_out(found, "fp32")  # encoded from the full value, once
     words = Words(found.tokenizer, found.config)
-    check_tokenizer(found, words)
+    if found.tokenizer.suffix != ".gguf":  # that of a GGUF is copied, not the converted one
+        check_tokenizer(found, words)
     config: Any = layout.skeleton.config
     fields, factors = rotary_facts(config, ARCHITECTURE[kind])
     fields |= model_fields(config, layout, ENCODINGS[encoding][1], target.stem)
@@ -179,7 +180,7 @@ def _entry(name: str, shape: tuple[int, ...], encoding: str) -> Entry:
 
 def encode(entry: Entry, layout: Layout, config: Any) -> Any:
     """The tensor as a numpy array of the bytes or numbers the file holds."""
-    value = layout.tensors[entry.name].make()
+    value: Any = layout.tensors[entry.name].make()
     heads = rotary_heads(entry.name, config)
     if heads is not None:
         value = interleaved(value, heads)

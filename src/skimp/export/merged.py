@@ -16,7 +16,7 @@ from skimp.export.target import MARK, aside, check_target, is_our_folder, mark_o
 from skimp.export.tensors import Layout, lay_out
 from skimp.run import safetensors_stream
 from skimp.run.durable import write_file, write_json
-from skimp.run.opened import Found
+from skimp.run.found import Found
 from skimp.run.tensor_bytes import Later
 from skimp.run.words import Words, tokenizer_folder
 

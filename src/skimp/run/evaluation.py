@@ -24,7 +24,8 @@ from skimp.core.structure import read_structure
 from skimp.core.units import format_bytes
 from skimp.plan.places import Places
 from skimp.recipe import host_budget
-from skimp.run.opened import Found, Opened, dress
+from skimp.run.found import Found
+from skimp.run.opened import Opened, dress
 from skimp.run.skeleton import simulate_tensors, skeleton
 
 #: Tokens that go through at once where memory allows: more make a CPU no faster.
@@ -119,14 +120,15 @@ def simulated_peak(found: Found, dtype: torch.dtype, rows: int, seq_len: int, ch
     opened.head.chunk = chunk
     with mode:
         ids, labels, positions = (torch.zeros(rows, seq_len, dtype=torch.int64) for _ in range(3))
+        source = torch.zeros(rows, dtype=torch.int64)
     documents = (0, seq_len - 1, seq_len) if seq_len > 2 else (0, seq_len)
-    batch = Batch(ids, labels, positions, (documents,) * rows, rows * seq_len)
+    batch = Batch(ids, labels, positions, (documents,) * rows, rows * seq_len, source=source)
     tracker = Tracker()
     with mode, tracker:
         tracker.hold(model.parameters(), "weights")
         tracker.hold(model.buffers(), "weights")
         tracker.hold(batch.tensors(), "batch")
-        opened.head.evaluate([batch])
+        opened.head.evaluate([batch, batch])  # whatever the first leaves behind is there in the second
     return tracker.peak.total
 
 

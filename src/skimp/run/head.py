@@ -168,6 +168,7 @@ class Head:
                 total += read(loss, expect=1.0)
                 right += read(correct, expect=0.0)
                 tokens += batch.trained
+                del hidden, loss, correct  # else the last batch's hidden states live beside the next one's
         finally:
             self.model.train()
         return total / max(1, tokens), right / max(1, tokens), tokens

@@ -9,7 +9,7 @@ from typing import Any
 from skimp.core.errors import DataError, ModelError
 from skimp.data import prepare
 from skimp.recipe.families import max_positions
-from skimp.run.opened import Found
+from skimp.run.found import Found
 from skimp.run.prepare import text_data
 
 

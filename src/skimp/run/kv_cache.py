@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 
-class GrowingLayer(DynamicLayer):
+class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """One layer's keys and values, (rows, kv_heads, positions, head_dim): views of buffers with room behind them.
 
     Args:
@@ -22,7 +22,7 @@ class GrowingLayer(DynamicLayer):
     """
 
     def __init__(self, room: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.room = room
         self._buffers: list[Tensor] = []
 
@@ -40,7 +40,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def _grow(self, like: tuple[Tensor, Tensor], past: int, positions: int) -> None:
-        old = [self.keys, self.values] if past else []
+        old: list[Any] = [self.keys, self.values] if past else []
         self._buffers = [t.new_empty(t.shape[0], t.shape[1], positions, t.shape[3]) for t in like]
         for buffer, kept in zip(self._buffers, old, strict=False):
             buffer[:, :, :past].copy_(kept)
