@@ -8,11 +8,18 @@ from typing import Annotated, Any
 
 import typer
 
+from skimp.cli import complete
+
 HELP = "/reset begins anew, /quit or Ctrl-D ends"
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="A run, a checkpoint, an export, a model folder, GGUF, preset, Hub id.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A run, a checkpoint, an export, a model folder, GGUF, preset, Hub id.", autocompletion=complete.opened
+        ),
+    ],
     message: Annotated[str | None, typer.Argument(help="Ask this and end; without it, a conversation.")] = None,
     system: Annotated[str | None, typer.Option(help="What the model is told before the first turn.")] = None,
     template: Annotated[str | None, typer.Option(help="A Jinja chat template: a file, or chatml.")] = None,
