@@ -212,6 +212,10 @@ def test_a_template_that_changes_earlier_turns_is_refused_with_the_turn(
     one, two = documents(prepare(TextData(path, seq_len=128, train_on="last"), folder))
     start = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n"
     assert one == pieces(folder, (start, False), ("x\n</think>\ny<|im_end|>", True), ("\n", False))
+    tags = rows([{"messages": turns("q", "<b>bold</b>")}], "tags.jsonl")  # begins as the header's "<think>" does
+    found = documents(prepare(TextData(tags, seq_len=128, train_on="last"), folder))
+    header = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    assert found == [pieces(folder, (header, False), ("<b>bold</b><|im_end|>", True), ("\n", False))]
     before = "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\nA1<|im_end|>\n<|im_start|>user\nq2<|im_end|>\n"
     before += "<|im_start|>assistant\n<think>\n"
     assert two == pieces(folder, (before, False), ("so\n</think>\nA2<|im_end|>", True), ("\n", False))

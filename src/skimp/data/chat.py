@@ -21,6 +21,8 @@ from skimp.data.messages import RowError
 
 #: Templates that print a date get this one, so that the same rows are the same tokens on every day.
 DATE = datetime(2024, 7, 26)
+#: An answer no row has.
+PROBE = "\ue000"
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -111,10 +113,13 @@ class Chat:
             if not whole.startswith(ended):
                 raise self._unstable(where, index, whole, ended)
             begin = _common(asked, ended)
-            # Some templates ask for an answer with more than its header ("<think>"); what lies before the header,
-            # though, must be the same.
-            if begin < len(asked) and begin < _common(self.text(turns[:index], tools, where), asked):
-                raise self._unstable(where, index, whole, asked)
+            if begin < len(asked):
+                # Some templates ask for an answer with more than its header ("<think>"). Then the header ends where
+                # another answer would differ; what lies before it must be the same all the same.
+                other = [*turns[:index], {**turns[index], "content": PROBE}]
+                begin = min(begin, _common(self.text(other, tools, where), ended))
+                if begin < _common(self.text(turns[:index], tools, where), asked):
+                    raise self._unstable(where, index, whole, asked)
             end = begin + self._length(ended[begin:])
             if end == begin:
                 raise RowError(
