@@ -148,7 +148,7 @@ def plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
     real = skimp.api.plan_recipe
 
     def remembered(recipe: Any, source: Any, **options: Any) -> Any:
-        kind = [recipe.as_dict()[k] for k in ("optimizer", "precision", "budget", "exact", "eval")]
+        kind = [recipe.as_dict()[k] for k in ("optimizer", "precision", "budget", "exact", "eval", "adapter")]
         key = json.dumps([kind, recipe.data.seq_len, recipe.train.batch_tokens, recipe.train.clip])
         if not _PLANS:
             _PLANS["first"] = _PLANS[key] = real(recipe, source, **options)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from skimp.core.errors import SkimpError
 
@@ -55,6 +55,18 @@ class Spec:
         ]
         if wrong:
             raise SkimpError("a LoRA adapter", ", ".join(wrong), "out of range", "r=16, alpha=32, dropout=0.0")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON types; `from_dict` is the inverse."""
+        targets = self.targets if isinstance(self.targets, str) else list(self.targets)
+        return {**asdict(self), "targets": targets, "ranks": {name: list(pair) for name, pair in self.ranks.items()}}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Spec:
+        """A spec as a checkpoint keeps it."""
+        targets = values["targets"]
+        ranks = {name: (int(r), float(alpha)) for name, (r, alpha) in values["ranks"].items()}
+        return cls(**{**values, "targets": targets if isinstance(targets, str) else tuple(targets), "ranks": ranks})
 
     def rank_of(self, name: str) -> int:
         """The rank of one module's addition."""

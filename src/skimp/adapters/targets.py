@@ -59,7 +59,7 @@ def match(model: nn.Module, structure: Structure, targets: str | Sequence[str]) 
         if not names:
             raise _nothing(target, model, structure, layers, [t for t in targets if t != target])
         for name in names:
-            found.setdefault(name, target)
+            found.setdefault(name, target if target != name else name.rpartition(".")[2])
     return {name: found[name] for name in layers if name in found}
 
 
@@ -82,7 +82,7 @@ def _nothing(
                 "additions go on the linear layers below the head",
                 f"adapter.{key}=true: train it in full",
             )
-    other = next((type(m).__name__ for n, m in model.named_modules() if n and _ends(n, target)), None)
+    other = next((type(m).__name__ for n, m in model.named_modules() if n not in layers and _ends(n, target)), None)
     if other is not None:
         return TargetError(asked, f"a {other}", "an addition goes on a linear layer", f"targets: {', '.join(leaves)}")
     near = did_you_mean(target, leaves)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from skimp.adapters.lora import LoRA, Row
 from skimp.adapters.spec import Spec
+from skimp.core.read import is_simulated
 from skimp.core.structure import Structure
 from skimp.core.units import format_bytes
+from skimp.export.peft import check_base, load_peft, read_spec
+from skimp.run.checkpoint_read import Checkpoint
 
 
 def adapt(model: nn.Module, structure: Structure, recipe: Any) -> LoRA | None:
@@ -20,12 +25,43 @@ def adapt(model: nn.Module, structure: Structure, recipe: Any) -> LoRA | None:
     """
     if recipe.adapter is None:
         return None
-    return LoRA(model, spec_of(recipe), structure)
+    lora = LoRA(model, spec_of(recipe, model, structure), structure)
+    if recipe.adapter.source is not None and not is_simulated(next(model.parameters())):
+        load_peft(Path(recipe.adapter.source).expanduser(), lora)
+    return lora
 
 
-def spec_of(recipe: Any) -> Spec:
-    """The adapter in plain values."""
+def adapt_saved(model: nn.Module, structure: Structure, saved: Checkpoint) -> LoRA | None:
+    """What a checkpoint has trained, attached to its base and filled; None for a run that trained the model itself.
+
+    Args:
+        model: the base with its weights, from its own source. structure: its roles. saved: the opened checkpoint.
+    """
+    if saved.meta.get("adapter") is None:
+        return None
+    lora = LoRA(model, Spec.from_dict(saved.meta["adapter"]), structure)
+    with torch.no_grad():
+        saved.read_all("adapter", lora.named_parameters())
+    return lora
+
+
+def check_continued(recipe: Any, base: str) -> None:
+    """Refuse to continue an adapter on another base than its file names.
+
+    Raises:
+        ModelError: the fingerprints differ.
+    """
+    if recipe.adapter.source is not None:
+        dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+        check_base(Path(recipe.adapter.source).expanduser(), base, dtype)
+
+
+def spec_of(recipe: Any, model: nn.Module, structure: Structure) -> Spec:
+    """The adapter in plain values, read from its folder where one is continued."""
     asked = recipe.adapter
+    if asked.source is not None:
+        folder, full = Path(asked.source).expanduser(), (asked.embeddings, asked.head)
+        return read_spec(folder, model, structure, dropout=asked.dropout, seed=recipe.train.seed, full=full)
     own = {"dropout": asked.dropout, "embeddings": asked.embeddings, "head": asked.head, "seed": recipe.train.seed}
     return Spec(asked.r, asked.alpha, asked.scale, asked.targets, init=asked.init, **own)
 

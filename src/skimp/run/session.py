@@ -22,7 +22,7 @@ from skimp.core.rng import seed_everything
 from skimp.core.units import format_bytes
 from skimp.kernels.native import pool
 from skimp.run import faults
-from skimp.run.adapt import table_lines
+from skimp.run.adapt import check_continued, table_lines
 from skimp.run.base import Fingerprinted
 from skimp.run.build import Run, build
 from skimp.run.checkpoint_folder import latest
@@ -203,7 +203,8 @@ def train(
         fill = base or (weights_from(saved) if saved is not None else begin)
         run = build(recipe, plan.exact, source.config, fill=fill)
         stack.callback(run.close)
-        if run.adapter is not None:
+        if run.adapter is not None and base is not None:
+            check_continued(recipe, base.value)
             for line in table_lines(run.adapter.table(), run.structure.blocks):
                 voice.say(line)
         revision = source.revision
@@ -214,7 +215,8 @@ def train(
             revision = saved.meta.get("revision", revision)
             saved.close()
         facts = {"recipe": recipe.as_dict(), "plan": plan.as_dict(), "revision": revision}
-        facts |= {"base": base.value} if base is not None else {}
+        if base is not None and run.adapter is not None:
+            facts |= {"base": base.value, "adapter": run.adapter.spec.as_dict()}
         saver = Saver(folder.checkpoints, recipe.checkpoint.keep, facts, lambda path: voice.say(f"saved {path}"))
         beside = _Beside(run, recipe, text, voice, state, folder)
         evaluate = beside.evaluate if recipe.eval is not None else None
