@@ -16,8 +16,9 @@ import datetime
 import json
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import measure
 from hf_work import recipe
@@ -40,7 +41,15 @@ WARM = 2
 
 
 class Bench:
-    """The rows of one command line."""
+    """The rows of one command line.
+
+    Attributes:
+        settings: the rival's rows, with what they change of `TrainingArguments`.
+        best: which of them is its best-memory row, run for fewer steps.
+    """
+
+    settings: ClassVar[Mapping[str, dict[str, Any]]] = SETTINGS
+    best = BEST
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -67,9 +76,9 @@ class Bench:
         A stored row counts for the skimp it was run beside only: machines drift, and a ratio of two days is
         none. `--reuse-hf` takes HF's rows all the same, for work on skimp between two real measurements.
         """
-        rival = name in SETTINGS
+        rival = name in self.settings
         key: list[Any] = [name, turn, self.job, measure.versions(), WARM]
-        key += [SETTINGS[name], self._steps(name)] if rival else [budget]
+        key += [self.settings[name], self._steps(name)] if rival else [budget]
         found = self.results.get(key)
         beside = found is not None and (found.get("source") == self.source or (rival and self.args.reuse_hf))
         if not beside:
@@ -81,11 +90,11 @@ class Bench:
 
     def _steps(self, name: str) -> int:
         steps: int = self.args.steps
-        return min(steps, self.args.best_steps) if name == BEST else steps
+        return min(steps, self.args.best_steps) if name == self.best else steps
 
     def _trainer(self, name: str) -> dict[str, Any]:
         out = self.work / "trainer.json"
-        job = {**self.job, "out": str(out), "settings": SETTINGS[name], "run_steps": self._steps(name)}
+        job = {**self.job, "out": str(out), "settings": self.settings[name], "run_steps": self._steps(name)}
         child = self._child("trainer", job)
         found = json.loads(out.read_text("utf-8"))
         return self._measured(child.peak, found["baseline"], found["losses"], found["seconds"], "")
@@ -93,8 +102,7 @@ class Bench:
     def _skimp(self, name: str, budget: int | None) -> dict[str, Any]:
         output = self.work / "run"
         shutil.rmtree(output, ignore_errors=True)
-        rule = "adamw8bit" if name == EIGHT else "adamw"
-        words = recipe(self.job, output=str(output), budget=budget, optimizer=rule)
+        words = self.recipe(name, output=str(output), budget=budget)
         path = self.work / "recipe.yaml"
         path.write_text(json.dumps(words), "utf-8")  # JSON is YAML
         child = measure.watch(measure.skimp("train", str(path)), self.work / "log.txt")
@@ -114,6 +122,10 @@ class Bench:
             how,
         )
         return {**found, "budget": budget, "planned": summary["planned_rss_bytes"]}
+
+    def recipe(self, name: str, **changes: Any) -> dict[str, Any]:
+        """The recipe of a row of skimp's."""
+        return recipe(self.job, optimizer="adamw8bit" if name == EIGHT else "adamw", **changes)
 
     def _measured(
         self, peak: int, baseline: int, losses: list[float], seconds: list[float], how: str

@@ -24,8 +24,8 @@ def recipe(job: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "precision": "fp32",
         "data": {"train": job["text"], "validation": None, "seq_len": job["seq"], "packing": False},
         "train": {
-            "steps": job["steps"], "batch_tokens": job["rows"] * job["seq"], "lr": LR, "schedule": "cosine",
-            "warmup": WARMUP if job["steps"] > WARMUP else 0, "clip": CLIP, "weight_decay": 0.0, "seed": 0,
+            "steps": job["steps"], "batch_tokens": job["rows"] * job["seq"], "lr": job.get("lr", LR),
+            "schedule": "cosine", "warmup": WARMUP if job["steps"] > WARMUP else 0, "clip": CLIP, "weight_decay": 0.0, "seed": 0,
         },
         "eval": None, "sample": None, "checkpoint": {"every": None, "at_end": False},
         **changes,
@@ -130,7 +130,8 @@ def trainer(job: dict[str, Any]) -> None:
     from skimp.core.schedule import Schedule
 
     baseline = resident()
-    schedule = Schedule(LR, job["steps"], "cosine", WARMUP if job["steps"] > WARMUP else 0)
+    lr = job.get("lr", LR)
+    schedule = Schedule(lr, job["steps"], "cosine", WARMUP if job["steps"] > WARMUP else 0)
     ids = torch.from_numpy(np.load(job["ids"]))
     rows = [{"input_ids": row, "labels": row} for row in ids]
     losses: list[float] = []
@@ -165,9 +166,15 @@ def trainer(job: dict[str, Any]) -> None:
             self.last = now
             print(f"step {len(losses)}: loss {losses[-1]:.6f}, {seconds[-1]:.1f} s", flush=True)
 
-    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    if job.get("adapter"):
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, job["adapter"], is_trainable=True)
+        if job["settings"].get("gradient_checkpointing"):
+            model.enable_input_require_grads()  # or the first block, whose input needs none, would not train
     arguments = TrainingArguments(
-        output_dir=job["output"], max_steps=job["run_steps"], learning_rate=LR, weight_decay=0.0,
+        output_dir=job["output"], max_steps=job["run_steps"], learning_rate=lr, weight_decay=0.0,
         max_grad_norm=CLIP, use_cpu=True, save_strategy="no", logging_strategy="no", report_to=[],
         disable_tqdm=True, seed=0, train_sampling_strategy="sequential", **job["settings"],
     )  # fmt: skip
@@ -186,6 +193,19 @@ def trainer(job: dict[str, Any]) -> None:
     Path(job["out"]).write_text(json.dumps(result), "utf-8")
 
 
+def adapter(job: dict[str, Any]) -> None:
+    """The adapter both sides start from, in PEFT's format: rank 16 on every linear layer, A drawn, B zero."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from skimp.adapters import LoRA, Spec
+    from skimp.export.peft import write_peft
+
+    if not Path(job["adapter"]).is_dir():
+        model: Any = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+        write_peft(Path(job["adapter"]), LoRA(model, Spec(r=16, alpha=32.0)), base_name=job["model"])
+
+
 if __name__ == "__main__":
     kind, described_job = sys.argv[1], json.loads(Path(sys.argv[2]).read_text("utf-8"))
-    {"prepare": prepare, "trainer": trainer}[kind](described_job)
+    {"prepare": prepare, "trainer": trainer, "adapter": adapter}[kind](described_job)

@@ -1,6 +1,6 @@
 """PEFT itself, in a process of its own: `python peft_child.py load|make BASE FOLDER OUT`.
 
-load: logits of the base with the adapter in FOLDER, and of the merged model. make: train an adapter with PEFT and save it
+load: logits of the base with the adapter in FOLDER, and of the merged model. make: an adapter of PEFT's own, saved
 to FOLDER, with its logits.
 """
 
