@@ -25,7 +25,8 @@ def recipe(job: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "data": {"train": job["text"], "validation": None, "seq_len": job["seq"], "packing": False},
         "train": {
             "steps": job["steps"], "batch_tokens": job["rows"] * job["seq"], "lr": job.get("lr", LR),
-            "schedule": "cosine", "warmup": WARMUP if job["steps"] > WARMUP else 0, "clip": CLIP, "weight_decay": 0.0, "seed": 0,
+            "schedule": "cosine", "warmup": WARMUP if job["steps"] > WARMUP else 0, "clip": CLIP, "weight_decay": 0.0,
+            "seed": 0,
         },
         "eval": None, "sample": None, "checkpoint": {"every": None, "at_end": False},
         **changes,
