@@ -168,8 +168,10 @@ def settle(recipe: Any, source: Any, voice: Voice) -> tuple[Any, Plan]:
     from skimp.recipe import load_recipe
 
     found = plan_recipe(recipe, source)
-    # The text is ready by now, so what would change its rows is offered and never taken.
-    open_to = (a for a in found.alternatives if a.fits and not a.exact and not a.overrides[0].startswith("data."))
+    # The text is ready by now, so what would change its rows is offered and never taken; nor is what would train
+    # something else than the model.
+    untaken = ("data.", "adapter=")
+    open_to = (a for a in found.alternatives if a.fits and not a.exact and not a.overrides[0].startswith(untaken))
     offered = next(open_to, None)
     if not found.fits and recipe.auto == "approximate" and offered is not None:
         voice.say(f"nothing exact fits; auto: approximate takes {' '.join(offered.overrides)} ({offered.label})")

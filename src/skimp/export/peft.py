@@ -192,7 +192,7 @@ def read_spec(
         module, _, part = name.rpartition(".")
         if name in whole:
             trained.add(whole[name])
-            _same_shape(folder, name, shape, tuple(model.get_submodule(whole[name]).weight.shape))
+            _same_shape(folder, name, shape, _weight_shape(model, whole[name]))
         elif part not in (A, B) or module not in layers:
             raise _other_base(folder, f"a tensor for {name}", "this base has no such linear layer")
         else:
@@ -227,11 +227,13 @@ def load_peft(folder: Path, lora: LoRA) -> None:
 
         def read(name: str) -> Tensor:
             if name in shapes:
-                return file.get_tensor(_written(name))
+                found: Tensor = file.get_tensor(_written(name))
+                return found
             part = name.rpartition(".")[2]
             if part in (A, B):
                 raise ModelError(f"adapter.from {folder}", f"no tensor for {name}", "its other half is there")
-            return lora.module(name.rpartition(".")[0]).weight.detach()
+            kept: Tensor = lora.module(name.rpartition(".")[0]).weight.detach()
+            return kept
 
         if lora.structure.tied and lora.full:
             both = [f"{n}.weight" for n in (lora.structure.embedding, lora.structure.head) if f"{n}.weight" in shapes]
@@ -282,6 +284,11 @@ def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def _written(name: str) -> str:
     return f"{PREFIX}{name}" if name.endswith(".weight") else f"{PREFIX}{name}.weight"
+
+
+def _weight_shape(model: nn.Module, name: str) -> tuple[int, ...]:
+    module: Any = model.get_submodule(name)
+    return tuple(module.weight.shape)
 
 
 def _sizes(module: Any) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from skimp.plan.extend import extend_line
 from skimp.plan.places import Places, budgets
 from skimp.plan.plan import Alternative
 from skimp.plan.search import SMALL_CHUNK, Search
+from skimp.recipe.adapter import Adapter
 
 #: (what to change, in words with the known effect, as overrides, changes to the recipe)
 WAYS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
@@ -29,6 +30,16 @@ WAYS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
         "bf16 weights with stochastic rounding, 8-bit states",
         ("precision=bf16", "optimizer=adamw8bit"),
         {"precision": "bf16", "optimizer": "adamw8bit"},
+    ),
+    (
+        "LoRA, r 16 on all linear layers: the model stays frozen, small additions train",
+        ("adapter=lora",),
+        {"adapter": "lora"},
+    ),
+    (
+        "LoRA on a base stored in bf16",
+        ("adapter=lora", "precision=bf16"),
+        {"adapter": "lora", "precision": "bf16"},
     ),
     ("half the sequence, same tokens a step: other text is seen together", ("data.seq_len=HALF",), {"seq": 0.5}),
 )
@@ -49,11 +60,13 @@ def offers(
     A way that does not get below `least`, the smallest exact run, is not offered. A shorter sequence shrinks nothing
     of what is always there (`rest`: weights and optimizer states), so it is not even tried where that is too much.
     """
-    found = []
+    found: list[Alternative] = []
     for label, overrides, change in WAYS:
         changed = _changed(recipe, change)
         if changed is None or ("seq" in change and rest > where.tensor_budget()):
             continue
+        if "adapter" in change and any(a.fits and "adapter=lora" in a.overrides for a in found):
+            continue  # the base may keep its precision
         best = smallest(Search(changed, config, blocks, budgets(where, changed), rates, target))
         peak = where.resident_peak(best[0]) if where.on_cpu else best[0]
         typed = tuple(o.replace("HALF", str(recipe.data.seq_len // 2)) for o in overrides)
@@ -80,14 +93,21 @@ def smallest(search: Search) -> tuple[int, float]:
 def _changed(recipe: Any, change: dict[str, Any]) -> Any | None:
     """The recipe with the change, or None when it is so already."""
     update: dict[str, Any] = {}
+    if "adapter" in change:
+        if recipe.adapter is not None or recipe.model.init == "scratch":
+            return None
+        update["adapter"] = Adapter.model_validate(change["adapter"])
     if "optimizer" in change:
         if recipe.optimizer.name != change["optimizer"]:
             update["optimizer"] = recipe.optimizer.model_copy(update={"name": change["optimizer"]})
         elif "precision" not in change:
             return None
     if "precision" in change:
+        full = recipe.adapter is not None and (recipe.adapter.embeddings or recipe.adapter.head)
+        if full and change.get("optimizer") == "adamw":
+            return None  # no form of it takes float32 additions and a bfloat16 matrix
         if recipe.precision == change["precision"]:
-            if not update:
+            if not update or "adapter" in change:
                 return None
         else:
             update["precision"] = change["precision"]

@@ -141,9 +141,11 @@ def measure_baseline(recipe: Any, config: dict[str, Any]) -> int:
     """
     import skimp.run.session  # noqa: F401
     from skimp.core.exact import ExactChoices
+    from skimp.plan.adapted import for_few_blocks
     from skimp.plan.simulate import simulate
 
-    simulate(recipe, ExactChoices(recipe.rows_per_step), config, steps=1, blocks=1)
+    few = for_few_blocks(recipe, config)
+    simulate(few, ExactChoices(recipe.rows_per_step), config, steps=1, blocks=1)
     return warm_baseline()
 
 

@@ -16,6 +16,7 @@ from skimp.core.errors import ConflictError
 from skimp.core.exact import ExactChoices
 from skimp.core.memory.process import THRESHOLDS, Policy
 from skimp.losses import default_rows
+from skimp.plan.adapted import for_few_blocks
 from skimp.plan.cost import Rates
 from skimp.plan.extend import Extension, extend
 from skimp.plan.profile import MemoryProfile
@@ -58,6 +59,7 @@ class Search:
     ) -> None:
         self.recipe, self.config, self.blocks, self.budgets = recipe, config, blocks, budgets
         self.rates, self.target = rates, target
+        self.few = for_few_blocks(recipe, config)
         self._extensions: dict[ExactChoices, Extension] = {}
 
     def row(self, row: ExactChoices) -> Extension:
@@ -73,7 +75,7 @@ class Search:
     def small(self, row: ExactChoices, blocks: int, recomputed: int) -> MemoryProfile:
         """A simulation of a few blocks, the first `recomputed` of them recomputed."""
         return simulate(
-            self.recipe,
+            self.few,
             replace(row, recompute=choose(recomputed, blocks)),
             self.config,
             rates=self.rates,

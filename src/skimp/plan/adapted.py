@@ -1,0 +1,45 @@
+"""An adapter on a model cut to a few blocks: what small simulations stand for must look alike in every block.
+
+A search simulates one to three blocks and extends them to all. Targets such as `layers.7.mlp.up_proj`, or ranks that
+differ between layers, would then be missed or refused. The small model therefore gets every addition that any block
+has, at the largest rank: never under. The plan's last word is a full simulation of the recipe as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skimp.adapters.targets import match
+from skimp.core.structure import read_structure
+from skimp.run.adapt import spec_of
+from skimp.run.build import DTYPES
+from skimp.run.skeleton import skeleton
+
+
+def for_few_blocks(recipe: Any, config: dict[str, Any]) -> Any:
+    """The recipe that small simulations use; itself where its targets are the same in every block.
+
+    Raises:
+        SkimpError: targets that match nothing or only in part, or an adapter for another base: before any search.
+    """
+    asked = recipe.adapter
+    if asked is None or (asked.source is None and asked.targets == "all-linear"):
+        return recipe
+    model = skeleton(config, DTYPES[recipe.precision])
+    structure = read_structure(model)
+    spec = spec_of(recipe, model, structure)
+    wanted = []
+    for name in match(model, structure, spec.targets):
+        index = structure.block_of(name)
+        wanted.append(name if index is None else name[len(structure.blocks[index]) + 1 :])
+    update = {
+        "source": None,
+        "targets": tuple(dict.fromkeys(wanted)),
+        "r": max([spec.r, *(rank for rank, _ in spec.ranks.values())]),
+        "alpha": spec.alpha,
+        "scale": spec.scale,
+        "init": spec.init,
+        "embeddings": spec.embeddings,
+        "head": spec.head,
+    }
+    return recipe.model_copy(update={"adapter": asked.model_copy(update=update)})
