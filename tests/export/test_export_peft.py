@@ -92,7 +92,7 @@ def test_peft_gives_the_same_logits(tmp_path: Path, name: str) -> None:
     write_peft(tmp_path / "adapter", lora, base_name=str(folder))
     found = peft("load", folder, tmp_path / "adapter", tmp_path / "out.pt")
     expected = logits(model)
-    assert (expected - found["base"]).abs().max() > 0.01
+    assert (expected - found["base"]).abs().max() > 1e-3
     torch.testing.assert_close(found["adapter"], expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(found["merged"], expected, rtol=0, atol=1e-5)
 
