@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -73,16 +74,22 @@ def _flops(name: str, args: Any) -> int:
 
 
 def probe() -> Rates:
-    """Measure this machine in about a third of a second: float32 products of training's shape, and a large copy.
+    """This machine's rates, measured once for each number of threads; a plan made amid a run must not take 46 MB again.
 
-    The median of several tries, because machines are shared.
+    A third of a second: float32 products of training's shape, and a large copy. The median of several tries, because
+    machines are shared.
     """
+    return _measured(torch.get_num_threads())
+
+
+@cache
+def _measured(threads: int) -> Rates:
     a, b = torch.ones(512, 1024), torch.ones(1024, 2048)
     flops = 2 * 512 * 1024 * 2048 / _median_seconds(lambda: torch.mm(a, b), 7)
     source = torch.ones(1 << 22)
     target = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / _median_seconds(lambda: torch.mul(source, 2.0, out=target), 7)
-    return Rates(flops, bandwidth, f"measured here on {torch.get_num_threads()} threads")
+    return Rates(flops, bandwidth, f"measured here on {threads} threads")
 
 
 def _median_seconds(call: Any, tries: int) -> float:
