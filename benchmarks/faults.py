@@ -32,6 +32,8 @@ from kills import PATIENCE_SECONDS, TINY, Subject, write_model
 STEPS, SEQ = 8, 128
 FREE = {"exact": {"in_backward": False, "loss_chunk": 256}}
 RETURN = {"exact": {"in_backward": False, "loss_chunk": 256, "malloc": "return"}}
+#: Activations of some 100 MB, so that there is something to give back.
+WIDE = {**FREE, "train": {"batch_tokens": 64 * SEQ}}
 #: Parameters move while gradients still come.
 MOVING = {"exact": {"micro_batch": 8, "recompute": 1, "in_backward": True, "loss_chunk": 256}}
 
@@ -41,20 +43,22 @@ import json, sys
 import skimp.api
 from skimp.core.errors import SkimpError
 from skimp.core.memory.process import set_malloc_policy
+from skimp.core.memory.room import Room
 from skimp.run.voice import Voice
 
 set_malloc_policy()
-recipe, size, held = json.loads(sys.argv[1]), int(sys.argv[2]), []
+recipe, size, spare, held = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), []
+budget = skimp.api.plan(recipe).peak_bytes + spare if spare else None
 
 class Taking(Voice):
     def step(self, progress):
-        if progress.step == 3:
-            held.append(b"x" * size)
+        if progress.step == 3:  # a negative size leaves so much of what there is
+            held.append(b"x" * (size if size > 0 else Room().left().bytes + size))
     def say(self, text):
         print(text, flush=True)
 
 try:
-    skimp.api.train(recipe, voice=Taking(), budget=int(sys.argv[3]) or None)
+    skimp.api.train(recipe, voice=Taking(), budget=budget)
 except SkimpError as error:
     print("skimp: " + error.message())
     sys.exit(error.exit_code)
@@ -188,14 +192,8 @@ def address_space(run: Struck) -> list[int]:
 
 
 def ballast(size: int, spare: int) -> Callable[[Struck], list[int]]:
-    """`size` bytes that no plan knows of, with a budget of what was planned and `spare`."""
-
-    def strike(run: Struck) -> list[int]:
-        planned = json.loads((run.folder.parent / "alone" / "plan.json").read_text())["peak_bytes"]
-        words = [sys.executable, "-c", BALLAST, json.dumps(run.values), str(size), str(planned + spare)]
-        return [run.go(argv=words)]
-
-    return strike
+    """`size` bytes that no plan knows of, with a budget of what is planned and `spare`."""
+    return lambda run: [run.go(argv=[sys.executable, "-c", BALLAST, json.dumps(run.values), str(size), str(spare)])]
 
 
 def control_group(run: Struck) -> list[int]:
@@ -213,7 +211,7 @@ def control_group(run: Struck) -> list[int]:
         limit = planned + 200_000_000
         (group / "memory.limit_in_bytes").write_text(str(limit))
         enter = lambda: (group / "cgroup.procs").write_text(str(os.getpid()))
-        words = [sys.executable, "-c", BALLAST, json.dumps(run.values), str(230_000_000), "0"]
+        words = [sys.executable, "-c", BALLAST, json.dumps(run.values), str(-20_000_000), "0"]
         return [run.go(argv=words, preexec_fn=enter)]
     finally:
         for _ in range(50):
@@ -276,14 +274,14 @@ FAULTS = [
     Fault("address space limited while training", address_space, ("were refused",), changes=RETURN, exact=False),
     Fault(
         "above its budget",
-        ballast(24_000_000, 0),
+        ballast(150_000_000, 20_000_000),
         ("above its budget", "saved, and went on with micro-batch"),
-        changes=FREE,
+        changes=WIDE,
         exact=False,
     ),
     Fault(
         "above its budget, nothing smaller",
-        ballast(200_000_000, 0),
+        ballast(400_000_000, 20_000_000),
         ("above its budget", "is saved; continue"),
         codes=(3,),
     ),
@@ -338,11 +336,15 @@ def main() -> None:
     write_model(work / "model", TINY)
     words = [word for word in args.only.split(",") if word]
     chosen = [f for f in FAULTS if not words or any(word in f.name for word in words)]
-    alone = Struck(work, "alone", {}, args.optimizer)
-    if code := alone.go():
-        sys.exit(f"the run that was left alone ended with exit code {code}:\n{alone.said[-2000:]}")
+    oracles = {}
+    for name, changes in (("alone", {}), ("alone-wide", WIDE)):
+        if name == "alone" or any(fault.changes is WIDE for fault in chosen):
+            oracles[name] = Struck(work, name, changes, args.optimizer)
+            if code := oracles[name].go():
+                sys.exit(f"the run that was left alone ended with exit code {code}:\n{oracles[name].said[-2000:]}")
     begin, rows, good = time.monotonic(), [], True
     for index, fault in enumerate(chosen):
+        alone = oracles["alone-wide" if fault.changes is WIDE else "alone"]
         row, right = strike(fault, work, index, alone, args.optimizer)
         rows.append([*row, "yes" if right else "NO"])
         good = good and right
