@@ -97,6 +97,11 @@ def test_the_budget_has_a_margin_and_mapped_files_are_not_held_against_it(monkey
     assert dog.over(Resident(GB, 5 * GB, files=31 * 10**8)) is None
     assert dog.highest == 5 * GB
     assert Watchdog(Blocks(), 10**8, margin=0.0).allowed == 10**8 + MARGIN_LEAST
+    # The system's mark could not be set back: what was before training is not held against it.
+    monkeypatch.setattr(module, "resident", lambda: Resident(GB, 3 * GB, files=10**8))
+    dog = Watchdog(Blocks(), 2 * GB)
+    assert dog.over(Resident(GB, 3 * GB, 10**8)) is None
+    assert dog.over(Resident(GB, 3 * GB + 1, 10**8)) is not None
     assert Watchdog(Blocks(), None).over(Resident(GB, 100 * GB)) is None
 
 

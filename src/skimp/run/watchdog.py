@@ -66,7 +66,8 @@ class Watchdog:
         self.room = room or Room()
         self.pressed = ""
         self.highest = 0
-        self._files = resident().files
+        now = resident()
+        self._files, self._before = now.files, now.peak
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._hooks: list[Any] = []
@@ -98,15 +99,16 @@ class Watchdog:
         """
         self.highest = max(self.highest, memory.peak)
         peak = memory.peak - max(0, memory.files - self._files)
-        if self.budget is None or self.allowed is None or peak <= self.allowed:
+        # A mark that has not risen is of what was before, where a system does not let it be set back.
+        if self.budget is None or self.allowed is None or peak <= self.allowed or memory.peak <= self._before:
             return None
         return Excess(peak, self.budget, self.allowed)
 
     def restart(self) -> None:
         """Let the highest resident size count from now on."""
-        memory = resident()
-        self.highest = max(self.highest, memory.peak)
+        self.highest = max(self.highest, resident().peak)
         reset_peak()
+        self._before = resident().peak
 
     def _look(self, *_: object) -> None:
         if self.pressed and not self.run.delivery.midway:
