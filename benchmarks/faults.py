@@ -227,7 +227,7 @@ KILLED = (-signal.SIGKILL,)
 FAULTS = [
     *(
         Fault(f"killed in a save: {point}", injected(point), codes=KILLED)
-        for point in ("mid_tensor:70", "before_fsync:3", "before_rename:2", "mid_mark:2", "prune:1")
+        for point in ("mid_tensor:130", "before_fsync:3", "before_rename:2", "mid_mark:2", "prune:1")
     ),
     *(
         Fault(f"killed in a step: {point}", injected(point), codes=KILLED)
