@@ -304,7 +304,7 @@ def strike(fault: Fault, work: Path, index: int, alone: Struck, optimizer: str) 
     marks = [line for line in run.said.splitlines() if line.startswith("resumed from")]
     went_on = int(marks[-1].rpartition("step ")[2].split()[0]) if marks else (0 if 0 not in codes else reached)
     # A fault that spoils a checkpoint costs the steps since the one before it, two here.
-    lost = 0 if 0 in codes else max(0, newest - (2 * fault.back if fault.name.endswith("changed") else 0) - went_on)
+    lost = 0 if 0 in codes else max(0, newest - 2 * fault.back - went_on)
     mine, other = run.metrics(), alone.metrics()
     once = [row["step"] for row in mine] == list(range(1, STEPS + 1))
     if fault.exact:
