@@ -38,10 +38,15 @@ FLOOR: dict[str, set[str]] = {
 }
 
 #: Packages that cost the training process more memory than many techniques save; for child processes only.
-HEAVY = {"datasets", "pyarrow", "sklearn", "peft", "bitsandbytes", "torchao", "pandas"}
+HEAVY = {
+    "datasets", "pyarrow", "sklearn", "peft", "bitsandbytes", "torchao", "pandas",
+    "matplotlib", "tensorboard", "trackio", "wandb",
+}  # fmt: skip
 CHILD_PROCESS: dict[str, str] = {
     "data/readers.py": "reads files inside the tokenising child process",
     "data/tables.py": "the same, for rows with fields",
+    "report/png.py": "draws in the report's child process, after training",
+    "run/loggers/writers.py": "writes in the loggers' child process",
 }
 
 #: `.item()` and `.tolist()` on what is surely no tensor of the run. A file here needs its reason.
