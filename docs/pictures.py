@@ -1,4 +1,4 @@
-"""The pictures of these pages, from a run's folder: `make pictures`, after `make train ARGS="eval.every=5"`.
+"""The pictures of these pages, from a run's folder: `make pictures RUN=…`; docs/report.md names the run.
 
 memory.png is the run's own, in 64 colours; the page is photographed by Chromium, in light and in dark, where one is
 installed. Both are small: they are in the repository.

@@ -90,7 +90,7 @@ MEANS = {
     "activations": "kept by forward for backward",
     "logits": "scores of the vocabulary",
     "workspace": "what one operator needs while it runs",
-    "allocator": "held by the C library and not in use; measured as the rest",
+    "allocator": "held by allocators and not in use; measured as the rest",
 }
 
 
