@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from skimp.core.memory import aten_cpu  # noqa: F401  (registers the rules)
 from skimp.core.memory.timeline import Timeline
+from skimp.core.memory.remembered import Remembered
 from skimp.core.workspace import workspace_bytes
 
 CATEGORIES = ("weights", "adapters", "gradients", "optimizer", "activations", "logits", "workspace", "batch")
@@ -32,6 +33,8 @@ _DEVICE = torch.ops.prim.device.default
 #: A value is read of real tensors only (`core.read`), and nothing is allocated by it.
 _READ = torch.ops.aten._local_scalar_dense.default
 _active: list[Tracker] = []
+#: Answers of simulated operators, for all simulations of the process.
+_remembered = Remembered()
 
 
 @dataclass
@@ -69,6 +72,7 @@ class Tracker(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.observer = observer
+        self.remembered = _remembered
         self.host_rules = host_rules
         #: highest bytes at each (phase, owner).
         self.peaks: dict[tuple[str, str], int] = {}
@@ -111,7 +115,10 @@ class Tracker(TorchDispatchMode):
         if func is _READ:
             return func(*args)
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        if self.remembered is not None and any(t is FakeTensor for t in types):
+            out = self.remembered.call(func, args, kwargs)
+        else:
+            out = func(*args, **kwargs)
         self.count += 1
         if self.observer is not None:
             self.observer(func, args, out)
