@@ -9,12 +9,16 @@ whole model is the largest of the planes. Seconds are affine too. `tests/plan` h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from skimp.plan.profile import MemoryProfile
 
 Place = tuple[str, str]
+#: A place with its block named by kind and rank: ("backward", "kept last").
+Moment = tuple[str, str]
+Value = TypeVar("Value")
 #: (kept, recomputed) blocks of the three simulations: the corners of a plane. A single block of a kind is its first
 #: and its last.
 CORNERS = ((1, 1), (2, 1), (1, 2))
@@ -36,16 +40,13 @@ class Plane:
 class Extension:
     """Planes of every moment of one lattice row (fixed micro-batch, chunk and delivery), and of the seconds."""
 
-    moments: Mapping[Place, Plane]
+    moments: Mapping[Moment, Plane]
     seconds: Plane
+    corners: tuple[MemoryProfile, ...] = ()
 
     def peak(self, kept: int, recomputed: int) -> int:
         """Peak bytes of a model with so many blocks of each kind."""
-        there = (
-            plane.at(kept, recomputed)
-            for (_, owner), plane in self.moments.items()
-            if not (owner.startswith("kept") and kept == 0) and not (owner.startswith("recomputed") and recomputed == 0)
-        )
+        there = (p.at(kept, recomputed) for m, p in self.moments.items() if not absent(m, kept, recomputed))
         return round(max(there))
 
     def fewest_recomputed(self, blocks: int, budget: int) -> int | None:
@@ -61,37 +62,42 @@ def extend(simulate: Callable[[int, int], MemoryProfile]) -> Extension:
     Args:
         simulate: (blocks, how many of them, the first ones, recomputed) -> profile.
     """
-    found = []
-    for kept, recomputed in CORNERS:
-        profile = simulate(kept + recomputed, recomputed)
-        found.append((_moments(profile.places, kept, recomputed), profile))
-    shared = set(found[0][0]) & set(found[1][0]) & set(found[2][0])
-    moments = {place: _plane([m[place] for m, _ in found]) for place in shared}
-    return Extension(
-        moments,
-        _plane([p.seconds for _, p in found]),
-    )
+    profiles = tuple(simulate(kept + recomputed, recomputed) for kept, recomputed in CORNERS)
+    found = [moments(p.places, *at, size=int) for p, at in zip(profiles, CORNERS, strict=True)]
+    shared = set(found[0]) & set(found[1]) & set(found[2])
+    planes = {moment: plane([m[moment] for m in found]) for moment in shared}
+    return Extension(planes, plane([p.seconds for p in profiles]), profiles)
 
 
 def extend_line(one: MemoryProfile, two: MemoryProfile, more: int) -> int:
     """Peak of 1 + `more` recomputed blocks, from simulations of one and of two (nothing kept)."""
-    first, second = _moments(one.places, 0, 1), _moments(two.places, 0, 2)
+    first, second = moments(one.places, 0, 1, size=int), moments(two.places, 0, 2, size=int)
     return max(first[m] + more * (second[m] - first[m]) for m in set(first) & set(second))
 
 
-def _plane(values: list[float]) -> Plane:
+def plane(values: Sequence[float]) -> Plane:
     """Through the three corners."""
     per_kept, per_recomputed = values[1] - values[0], values[2] - values[0]
     return Plane(values[0] - per_kept - per_recomputed, per_kept, per_recomputed)
 
 
-def _moments(places: Mapping[Place, int], kept: int, recomputed: int) -> dict[Place, int]:
-    """Peaks by moment, blocks named by their rank within their kind so that models of any depth line up.
+def absent(moment: Moment, kept: int, recomputed: int) -> bool:
+    """Whether a moment belongs to blocks of a kind that the model has none of."""
+    owner = moment[1]
+    return (owner.startswith("kept") and kept == 0) or (owner.startswith("recomputed") and recomputed == 0)
+
+
+def moments(
+    places: Mapping[Place, Value], kept: int, recomputed: int, *, size: Callable[[Value], int]
+) -> dict[Moment, Value]:
+    """The values at their places by moment; of several the one with the largest `size`.
+
+    Blocks are named by their rank within their kind so that models of any depth line up.
 
     Parameters updated in backward are grouped under their block's last known address by the caller's owner names:
     "model.layers.3.mlp.down_proj.weight" counts for block 3.
     """
-    moments: dict[Place, int] = {}
+    found: dict[Moment, Value] = {}
     for (phase, owner), value in places.items():
         index = _block(owner)
         if index is None:
@@ -101,8 +107,10 @@ def _moments(places: Mapping[Place, int], kept: int, recomputed: int) -> dict[Pl
         else:
             names = _ranks("kept", index - recomputed, kept)
         for name in names:
-            moments[phase, name] = max(value, moments.get((phase, name), 0))
-    return moments
+            old = found.get((phase, name))
+            if old is None or size(value) > size(old):
+                found[phase, name] = value
+    return found
 
 
 def _ranks(kind: str, index: int, count: int) -> list[str]:

@@ -67,8 +67,9 @@ def offers(
             continue
         if "adapter" in change and any(a.fits and "adapter=lora" in a.overrides for a in found):
             continue  # the base may keep its precision
-        best = smallest(Search(changed, config, blocks, budgets(where, changed), rates, target))
-        peak = where.resident_peak(best[0]) if where.on_cpu else best[0]
+        allowed = budgets(where, changed)
+        best = smallest(Search(changed, config, blocks, allowed, rates, target))
+        peak = min(where.resident_peak(best[0], p) for p in allowed) if where.on_cpu else best[0]
         typed = tuple(o.replace("HALF", str(recipe.data.seq_len // 2)) for o in overrides)
         found.append(Alternative(label, peak, best[1], peak <= where.device_budget, False, typed))
     found = [a for a in found if a.fits or a.peak_bytes < 0.98 * least]

@@ -25,6 +25,7 @@ class MemoryProfile:
         flops: arithmetic of one optimizer step.
         parameters: number of parameters, of an adapter too; trained: of those the ones that move.
         kept_bytes: tensors in one checkpoint: weights, or what an adapter trains, and optimizer states.
+        shares, operators: bytes by category at each place's highest moment, and the operator then.
         timeline: bytes by category over the last simulated step, if asked for.
     """
 
@@ -38,6 +39,8 @@ class MemoryProfile:
     parameters: int
     trained: int = 0
     kept_bytes: int = 0
+    shares: Mapping[tuple[str, str], tuple[int, ...]] = field(default_factory=dict, repr=False)
+    operators: Mapping[tuple[str, str], str] = field(default_factory=dict, repr=False)
     timeline: Timeline | None = field(default=None, repr=False)
 
     @property

@@ -19,6 +19,7 @@ from skimp.losses import default_rows
 from skimp.plan.adapted import for_few_blocks
 from skimp.plan.cost import Rates
 from skimp.plan.extend import Extension, extend
+from skimp.plan.extended import PROOF, extended
 from skimp.plan.profile import MemoryProfile
 from skimp.plan.simulate import simulate
 
@@ -84,6 +85,7 @@ class Search:
             blocks=blocks,
             micro_batches=2,
             short=True,
+            evaluate=self.target != "cpu",
         )
 
     def sizes(self) -> list[int]:
@@ -215,16 +217,27 @@ class Search:
         """The fastest candidate that a full simulation confirms; else the smallest one.
 
         Returns:
-            (full profile of the choice, all candidates fastest first, predicted seconds of a step).
+            (profile of the choice, all candidates fastest first, predicted seconds of a step).
         """
         found = sorted(self.candidates(), key=lambda c: (not self.fits(c), c.seconds, c.peak))
         for candidate in filter(self.fits, found):
-            profile = self.full(candidate.exact)
+            # What is executed here is simulated in full; a card is planned for, and a proof is as good.
+            profile = self.full(candidate.exact) if self.target == "cpu" else self.proved(candidate.exact)
             if self.fits(profile):
                 return profile, found, candidate.seconds
         smallest = min(found, key=lambda c: c.peak - self.budgets[c.exact.malloc][0])
-        # Nothing fits: this run will not be executed, so its equal rounds need not all be simulated.
-        return self.full(smallest.exact, short=True), found, smallest.seconds
+        return self.proved(smallest.exact), found, smallest.seconds
+
+    def proved(self, exact: ExactChoices) -> MemoryProfile:
+        """The profile extended from a few blocks, where a fourth simulation proves it; else the full simulation."""
+        count = len(exact.recompute)
+        row = replace(exact, recompute=(), malloc="return")
+        if self.blocks > sum(PROOF) and exact.recompute == choose(count, self.blocks):
+            proof = self.small(row, sum(PROOF), PROOF[1])
+            found = extended(self.row(row).corners, proof, exact, self.blocks - count, count)
+            if found is not None:
+                return found
+        return self.full(exact, short=True)
 
 
 def pinned_recompute(recipe: Any, blocks: int) -> int | None:

@@ -42,6 +42,7 @@ def simulate(
     timeline: bool = False,
     documents: tuple[int, ...] | None = None,
     short: bool = False,
+    evaluate: bool | None = None,
 ) -> MemoryProfile:
     """Peaks and seconds of training with these choices.
 
@@ -55,6 +56,7 @@ def simulate(
         timeline: record the memory of the last step over its operators.
         short: for a search: one round stands for all equal ones in chunk loops, and evaluation, which keeps
             nothing for backward, is left out.
+        evaluate: simulate an evaluation batch too; None: unless `short`.
         documents: boundaries of every row; None takes the costliest packing, one document and one token.
     """
     if blocks is not None:
@@ -84,9 +86,9 @@ def simulate(
             run.step(part)
         meter.on = False
         drawn, tracker.timeline = tracker.timeline, None
-        peak, places = tracker.peak, dict(tracker.peaks)
+        peak, places, shares = tracker.peak, dict(tracker.peaks), dict(tracker.shares)
         phases = {"train": peak.total}
-        if recipe.eval is not None and not short:
+        if recipe.eval is not None and (not short if evaluate is None else evaluate):
             tracker.reset_peak()
             with scope(phase="evaluate"):
                 run.evaluate([batch.take(0, 1)])
@@ -108,8 +110,16 @@ def simulate(
         sum(p.numel() for _, p in run.parameters()),
         sum(p.numel() for p in trained.values()),
         sum(p.nbytes for p in weights.values()) + resting.get("optimizer", 0),
+        {place: _by_category(found) for place, (found, _) in shares.items()},
+        {place: operator for place, (_, operator) in shares.items()},
         drawn,
     )
+
+
+def _by_category(found: tuple[int, ...]) -> tuple[int, ...]:
+    """Bytes in the order of CATEGORIES; what the operator needed inside, the last number, is workspace."""
+    at = CATEGORIES.index("workspace")
+    return tuple(size + (found[-1] if index == at else 0) for index, size in enumerate(found[:-1]))
 
 
 @contextlib.contextmanager

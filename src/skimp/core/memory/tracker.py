@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skimp.core.memory import aten_cpu  # noqa: F401  (registers the rules)
-from skimp.core.memory.timeline import Timeline
 from skimp.core.memory.remembered import Remembered
+from skimp.core.memory.timeline import Timeline
 from skimp.core.workspace import workspace_bytes
 
 CATEGORIES = ("weights", "adapters", "gradients", "optimizer", "activations", "logits", "workspace", "batch")
@@ -74,8 +74,9 @@ class Tracker(TorchDispatchMode):
         self.observer = observer
         self.remembered = _remembered
         self.host_rules = host_rules
-        #: highest bytes at each (phase, owner).
+        #: highest bytes at each (phase, owner), and then by category and during which operator.
         self.peaks: dict[tuple[str, str], int] = {}
+        self.shares: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {}
         self.live = 0
         self.by_category: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self.peak = Peak()
@@ -135,6 +136,8 @@ class Tracker(TorchDispatchMode):
         place = (self.phase, self.owner)
         if self.live + inside > self.peaks.get(place, 0):
             self.peaks[place] = self.live + inside
+            shares = (*list(self.by_category.values()), inside)
+            self.shares[place] = (shares, name)
         if inside:
             # Outputs and workspace exist together; the workspace is gone when the call returns.
             self._mark(self.live + inside, name, inside)
@@ -193,6 +196,7 @@ class Tracker(TorchDispatchMode):
         """Start the next phase's peak from what is live now."""
         self.peak = Peak(self.live, dict(self.by_category), self.phase, self.owner, "", self.count)
         self.peaks.clear()
+        self.shares.clear()
 
 
 class _SavedNumbers(TorchFunctionMode):
