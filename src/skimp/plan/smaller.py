@@ -35,7 +35,8 @@ def with_less_room(plan: Plan, recipe: Any, config: dict[str, Any], held: int, a
     """
     where, tracked = plan.places, plan.profile.phases["train"]
     own = where.baseline if where.on_cpu else 0
-    reached = max((held - own) / max(1, plan.peak_bytes - own), 1 - asked / tracked)
+    unknown = asked == 0
+    reached = max((held - own) / max(1, plan.peak_bytes - own), 0.0 if unknown else 1 - asked / tracked)
     room = int(tracked * min(MOST_SHARE, max(LEAST_SHARE, reached)))
     if where.on_cpu:
         policy: Policy = recipe.exact.malloc or ("pool" if plan.exact.malloc == "pool" else "return")
