@@ -64,6 +64,13 @@ def test_every_kind_of_file_gives_the_same_rows_from_anywhere(tmp_path: Path, ki
         assert [r.fields for r in read_records(file, "utf-8", entry)] == PAIRS[start:]
 
 
+def test_structs_of_a_parquet_file_have_the_keys_they_were_written_with(tmp_path: Path) -> None:
+    """A column of structs gives every one the keys of all; a template would print them."""
+    rows = [{"messages": [{"role": "assistant", "calls": [{"arguments": {key: 1}}]}], "n": None} for key in "ab"]
+    file = SourceFile.of(str(written(tmp_path, ".parquet", [*rows, {"messages": None, "n": 3}])))
+    assert [r.fields for r in read_records(file, "utf-8")] == [*rows, {"messages": None, "n": 3}]
+
+
 def test_a_folder_of_mixed_files_is_one_source(tmp_path: Path, tokenizer_folder: Path) -> None:
     for number, suffix in enumerate((".csv", ".json.gz", ".jsonl.zst", ".tsv", ".parquet")):
         path = written(tmp_path, suffix, PAIRS[number * 3 : number * 3 + 3])

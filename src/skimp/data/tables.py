@@ -185,7 +185,14 @@ def read_parquet(file: SourceFile, encoding: str, entry: Entry, columns: Columns
             for fields in batch.to_pylist():
                 row += 1
                 if row >= entry.row:
-                    yield Record(row, 0, fields)
+                    yield Record(row, 0, {name: _present(value) for name, value in fields.items()})
+
+
+def _present(value: Any) -> Any:
+    """Without the keys that are null: in a column of structs every one has the keys of all."""
+    if isinstance(value, dict):
+        return {k: _present(v) for k, v in value.items() if v is not None}
+    return [_present(v) for v in value] if isinstance(value, list) else value
 
 
 def read_hub(file: SourceFile, encoding: str, entry: Entry, columns: Any = None) -> Iterator[Record]:
@@ -213,5 +220,5 @@ def read_hub(file: SourceFile, encoding: str, entry: Entry, columns: Any = None)
         ) from error
     row = entry.row
     while first is not None:
-        yield Record(row, 0, dict(first))
+        yield Record(row, 0, {name: _present(value) for name, value in first.items()})
         first, row = next(rows, None), row + 1
