@@ -1,0 +1,81 @@
+"""Plans of adapters: what small simulations stand for, what is offered, and what is refused before any search."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from skimp.adapters.targets import TargetError
+from skimp.core.exact import ExactChoices
+from skimp.plan.adapted import for_few_blocks
+from skimp.plan.make import make_plan
+from skimp.plan.simulate import simulate
+from skimp.recipe import load_recipe
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": 256,
+    "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def recipe(*overrides: str) -> Any:
+    values = {
+        "model": "x", "data": {"train": "pydoc", "seq_len": 64}, "output": "o",
+        "train": {"batch_tokens": 2 * 64}, "eval": None, "checkpoint": {"every": None, "at_end": True},
+    }  # fmt: skip
+    return load_recipe(values, overrides)
+
+
+def test_every_block_of_a_small_model_gets_what_any_block_has() -> None:
+    plain, every = recipe(), recipe("adapter=lora")
+    assert for_few_blocks(plain, CONFIG) is plain
+    assert for_few_blocks(every, CONFIG) is every
+    some = recipe(r"adapter={r: 5, targets: 'model\.layers\.(1\.mlp\.up_proj|3\.self_attn\.[qk]_proj)'}")
+    few = for_few_blocks(some, CONFIG).adapter
+    assert set(few.targets) == {"mlp.up_proj", "self_attn.q_proj", "self_attn.k_proj"}
+    assert (few.r, few.alpha, few.scale) == (5, 10.0, "standard")
+
+
+@pytest.mark.parametrize("targets", [r"'model\.layers\.3\..*'", "[2.mlp.down_proj, q_proj]"])
+def test_a_plan_of_chosen_layers_is_the_simulation_of_just_them(targets: str) -> None:
+    asked = recipe(f"adapter={{targets: {targets}}}", "exact.in_backward=false")
+    plan = make_plan(asked, CONFIG, memory=10**10)
+    whole = simulate(asked, plan.exact, CONFIG)
+    assert plan.profile.peak_bytes == whole.peak_bytes
+    small = simulate(for_few_blocks(asked, CONFIG), plan.exact, CONFIG)
+    assert small.peak_bytes > whole.peak_bytes
+    assert plan.profile.trained == whole.trained < small.trained
+    assert plan.disk_bytes == whole.kept_bytes == 12 * whole.trained
+
+
+def test_a_target_that_matches_nothing_is_refused_before_any_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skimp.plan.simulate.build", lambda *a, **k: pytest.fail("something was simulated"))
+    with pytest.raises(TargetError, match="did you mean 'q_proj'"):
+        make_plan(recipe("adapter={targets: [q_porj]}"), CONFIG, memory=10**10)
+
+
+def test_trained_in_full_is_counted() -> None:
+    exact = ExactChoices(2)
+    bare, full = (simulate(recipe(f"adapter={{r: 2{more}}}"), exact, CONFIG) for more in ("", ", head: true"))
+    assert full.trained - bare.trained == 256 * 64
+    assert full.resting["adapters"] == bare.resting["adapters"] == 4 * bare.trained
+    assert full.resting["optimizer"] - bare.resting["optimizer"] == 8 * 256 * 64
+
+
+def test_lora_is_offered_when_nothing_exact_fits_and_reaches_what_it_says() -> None:
+    plan = make_plan(recipe(), CONFIG, gpu="24GB", memory=1_000_000)
+    offer = next(a for a in plan.alternatives if a.overrides == ("adapter=lora",))
+    assert not offer.exact
+    assert offer.peak_bytes < plan.peak_bytes
+    reached = make_plan(recipe("adapter=lora"), CONFIG, gpu="24GB", memory=offer.peak_bytes)
+    assert reached.fits
+    assert reached.peak_bytes <= offer.peak_bytes
+
+
+def test_an_adapter_or_a_model_from_scratch_is_offered_no_adapter() -> None:
+    for more in ("adapter=lora", "model.init=scratch"):
+        plan = make_plan(recipe(more), CONFIG, gpu="24GB", memory=100_000)
+        assert plan.alternatives
+        assert not any("adapter=lora" in a.overrides for a in plan.alternatives)
