@@ -62,11 +62,6 @@ FACTS: list[Facts] = [
                 "its moments are bfloat16 or float32, rounded at random; coded in blocks they are another rule's",
                 "adamw8bit on bfloat16 weights (precision: bf16, optimizer: adamw8bit)",
             ),
-            "lora": Conflict(
-                "it rounds what it trains to bfloat16 after every step; the additions are so few that float32, which "
-                "loses no update, costs them less than 1 % of the base",
-                "adamw or adamw8bit on the additions, beside a bfloat16 base (precision: bf16)",
-            ),
         },
     ),
 ]
