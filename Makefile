@@ -99,6 +99,9 @@ bench-oracle: install  ## simulated peak against the allocator's own events
 bench-plan: install  ## how long a plan takes, and how much memory
 	$(BIN)/python benchmarks/plan.py $(ARGS)
 
+bench-ladder: install  ## one technique a rung: memory and speed of each, side by side
+	$(BIN)/python benchmarks/ladder.py $(ARGS)
+
 bench-resident: install  ## predicted against measured resident memory
 	$(BIN)/python benchmarks/resident.py $(ARGS)
 

@@ -142,7 +142,7 @@ def source_digest() -> str:
         sys.exit("skimp is not installed here: make install")
     home, found = Path(spec.origin).parent, hashlib.sha256()
     for path in sorted(home.rglob("*")):
-        if path.suffix in (".py", ".c", ".json"):
+        if path.suffix in (".py", ".c", ".cpp", ".json"):
             found.update(str(path.relative_to(home)).encode() + path.read_bytes())
     return found.hexdigest()[:24]
 
