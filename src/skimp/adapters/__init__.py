@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from skimp.core.registry import Conflict, Facts, Paper
+from skimp.core.registry import Facts, Paper
 
 FACTS: list[Facts] = [
     Facts(
@@ -20,12 +20,6 @@ FACTS: list[Facts] = [
         "Activations stay: go with recompute",
         paper=Paper("LoRA: Low-Rank Adaptation of Large Language Models", 2021, "2106.09685"),
         stages=("fine-tuning",),
-        conflicts={
-            "adamw-bf16": Conflict(
-                "A and B are float32 whatever the base is, and that rule rounds what it updates to bfloat16",
-                "adamw: beside an adapter precision=bf16 stores the base so, and takes this rule",
-            )
-        },
     )
 ]
 

@@ -28,10 +28,14 @@ def for_few_blocks(recipe: Any, config: dict[str, Any]) -> Any:
     model = skeleton(config, DTYPES[recipe.precision])
     structure = read_structure(model)
     spec = spec_of(recipe, model, structure)
-    wanted = []
+    wanted, inside = [], {index: set[str]() for index in range(len(structure.blocks))}
     for name in match(model, structure, spec.targets):
         index = structure.block_of(name)
         wanted.append(name if index is None else name[len(structure.blocks[index]) + 1 :])
+        if index is not None:
+            inside[index].add(wanted[-1])
+    if asked.source is None and all(names == inside[0] for names in inside.values()):
+        return recipe
     update = {
         "source": None,
         "targets": tuple(dict.fromkeys(wanted)),
