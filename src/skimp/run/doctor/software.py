@@ -23,6 +23,7 @@ EXTRAS = {
     "tensorboard": "log: tensorboard",
     "trackio": "log: trackio",
     "wandb": "log: wandb",
+    "harness": "scoring what skimp exports with lm-evaluation-harness",
     "hf": "skimp's techniques inside Hugging Face Trainer and TRL",
     "triton": "fused kernels on a card",
     "dev": "tests, lint and types of skimp itself",
