@@ -1,6 +1,7 @@
 """A linear layer with a low-rank addition as one operation: y = x W' + b + s (drop(x) A') B'.
 
-Kept for backward: x, which a trained linear layer keeps as well, and nothing else. x A' (tokens x r) is made again;
+Kept for backward: x, which a trained linear layer keeps as well, and nothing else; where a fused norm or activation
+made x, what that one keeps already (`core.remake`), hence no byte. x A' (tokens x r) is made again;
 s B A is never formed, nor is a gradient of W. The addition goes into the base's own output (`addmm_`), so no second
 tensor of the layer's width exists.
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from skimp.adapters.dropout import Dropout
+from skimp.core.remake import Remake, how_made
 
 
 def lora_linear(
@@ -48,7 +50,8 @@ def lora_linear(
     Returns:
         (…, outputs) in x's dtype, or the autocast dtype where autocast is on, as `nn.Linear` does.
     """
-    y: Tensor = _LoRALinear.apply(x, weight, bias, a, b, scale, transposed, dropout)  # type: ignore[no-untyped-call]
+    made = how_made(x)
+    y: Tensor = _LoRALinear.apply(x, weight, bias, a, b, scale, transposed, dropout, made)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -64,10 +67,12 @@ class _LoRALinear(torch.autograd.Function):
         scale: float,
         transposed: bool,
         dropout: Dropout | None,
+        made: Remake | None,
     ) -> Tensor:
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        ctx.save_for_backward(x, weight, a, b)
+        ctx.save_for_backward(weight, a, b, *((x,) if made is None else made.inputs))
+        ctx.make = None if made is None else made.make
         ctx.scale, ctx.transposed, ctx.dropout, ctx.dtype = scale, transposed, dropout, dtype
         with torch.autocast(kind, enabled=False):
             flat = x.reshape(-1, x.shape[-1]).to(dtype)
@@ -80,7 +85,8 @@ class _LoRALinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, a, b = ctx.saved_tensors
+        weight, a, b, *kept = ctx.saved_tensors
+        x = kept[0] if ctx.make is None else ctx.make(*kept)
         scale, dropout, dtype = ctx.scale, ctx.dropout, ctx.dtype
         g = upstream.reshape(-1, upstream.shape[-1])
         low_a, flat = a.to(dtype), x.reshape(-1, x.shape[-1]).to(dtype)
@@ -98,7 +104,7 @@ class _LoRALinear(torch.autograd.Function):
             del w
             _add_thin(dx, e, low_a, scale, dropout)
             dx = dx.view(x.shape).to(x.dtype)
-        return dx, None, None, da, db, None, None, None
+        return dx, None, None, da, db, None, None, None, None
 
 
 def _thin(flat: Tensor, a: Tensor, dropout: Dropout | None) -> Tensor:

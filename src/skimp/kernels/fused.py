@@ -16,11 +16,13 @@ Source: "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024, arXiv 2
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from skimp.core.remake import can_be_remade
 from skimp.kernels.native import library
 
 
@@ -116,6 +118,16 @@ class _SwiGLU(torch.autograd.Function):
         return _as(dgate, gate.dtype), _as(dup, up.dtype)
 
 
+def _norm_again(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    y: Tensor = torch.ops.skimp.rms_norm(_wide(x), _wide(weight), eps)[0]
+    return _as(y, torch.promote_types(x.dtype, weight.dtype))
+
+
+def _swiglu_again(gate: Tensor, up: Tensor) -> Tensor:
+    y: Tensor = torch.ops.skimp.swiglu(_wide(gate), _wide(up))
+    return _as(y, gate.dtype)
+
+
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float32 else x.float()
 
@@ -139,7 +151,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         RuntimeError: the native kernels are not built.
     """
     y: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
-    return y
+    return can_be_remade(y, partial(_norm_again, eps=eps), x, weight)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -149,7 +161,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         RuntimeError: the native kernels are not built.
     """
     y: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
-    return y
+    return can_be_remade(y, _swiglu_again, gate, up)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
