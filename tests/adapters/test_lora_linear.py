@@ -12,6 +12,9 @@ from skimp.adapters.dropout import Dropout, dropout_here
 from skimp.adapters.linear import lora_linear, lora_linear_reference
 from skimp.core.errors import SkimpError
 from skimp.core.position import declared_position
+from skimp.core.remake import can_be_remade, how_made
+from skimp.kernels.fused import rms_norm, swiglu
+from skimp.kernels.native import library
 
 ROWS, SEQ = 3, 7
 
@@ -140,3 +143,40 @@ def test_masks_are_addressed_by_step_row_and_module() -> None:
 def test_dropout_without_a_declared_position_is_refused() -> None:
     with pytest.raises(SkimpError, match="declared_position"):
         dropout_here(0.1, 0, "m", torch.ones(1, 2, 3))
+
+
+@pytest.mark.skipif(not library.available(), reason=library.why())
+@pytest.mark.parametrize("kind", ["norm", "activation"])
+def test_what_a_fused_layer_made_is_made_again_and_not_kept(kind: str) -> None:
+    given = case(6, 5, 2, torch.float32)
+    one, two = given["x"], numbers(ROWS, SEQ, 5, seed=8, dtype=torch.float32).requires_grad_()
+    gain = numbers(5, seed=9, dtype=torch.float32)
+
+    def fused() -> Tensor:
+        return rms_norm(one, gain, 1e-6) if kind == "norm" else swiglu(one, two)
+
+    def gradients_of(x: Tensor) -> list[Tensor]:
+        y = lora_linear(x, *(given[k] for k in ("weight", "bias", "a", "b")), 0.5)
+        wanted = [one, given["a"], given["b"], *([two] if kind == "activation" else [])]
+        return list(torch.autograd.grad(y, wanted, numbers(*y.shape, seed=5, dtype=y.dtype)))
+
+    kept: list[Tensor] = []
+    x = fused()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        lora_linear(x, *(given[k] for k in ("weight", "bias", "a", "b")), 0.5)
+    held = {t.data_ptr() for t in kept}
+    assert x.data_ptr() not in held
+    assert held >= {one.data_ptr(), (gain if kind == "norm" else two).data_ptr()}
+    # A copy carries no note: the layer keeps it, and nothing else differs.
+    for mine, theirs in zip(gradients_of(fused()), gradients_of(fused().clone()), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_nothing_is_noted_where_no_gradient_is_recorded() -> None:
+    with torch.no_grad():
+        assert how_made(can_be_remade(torch.ones(2), torch.ones_like, torch.ones(2))) is None
+    noted = can_be_remade(torch.ones(2), torch.ones_like, torch.ones(2))
+    made = how_made(noted)
+    assert made is not None
+    assert torch.equal(made.make(*made.inputs), noted)
+    assert how_made(noted * 1) is None
