@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from skimp.adapters.spec import Spec
 from skimp.core.errors import CheckpointError, ModelError, SkimpError
 from skimp.core.structure import read_structure
-from skimp.run.adapt import adapt
 from skimp.run.adapted import AdaptedTensors
 from skimp.run.build import DTYPES
 from skimp.run.checkpoint_folder import STATE, best_checkpoint, complete_steps, latest, step_name
@@ -162,14 +162,12 @@ def _on_base(source: Any, recipe: Any, saved: Checkpoint) -> Stored:
     dtype = DTYPES[recipe.precision]
     base = open_stored(here.weights, skeleton(source.config, dtype).config)
     names = set(saved.names("adapter"))
-    model = skeleton(source.config, dtype)
-    handle = adapt(model, read_structure(model), recipe)
-    assert handle is not None
+    addition = Spec.from_dict(saved.meta["adapter"])
     return AdaptedTensors(
         base,
         source.config,
         dtype,
-        handle.spec,
+        addition,
         names,
         lambda name: saved.read("adapter", name),
         saved.meta.get("base", ""),
