@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +12,15 @@ from torch import Tensor, nn
 from skimp.core.errors import EffectError
 from skimp.kernels.fused import fits_native, rms_norm, swiglu
 from skimp.kernels.native import library
+from skimp.kernels.remade_linear import linear
 
 #: RMSNorms that are w * x / rms(x). Gemma's is (1 + w) * x / rms(x) and is left alone.
 PLAIN_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 
 
 class Fused:
-    """RMSNorm and SwiGLU modules of `model` run fused wherever the native form takes their tensors.
+    """RMSNorm and SwiGLU modules of `model` run fused wherever the native form takes their tensors; trained linear
+    layers that read what these made keep no input of their own (`remade_linear`).
 
     Args:
         halves: take bfloat16 and autocast too, through a float32 copy that lives for the call. Asked for by name only:
@@ -41,6 +44,8 @@ class Fused:
             elif _is_swiglu(module):
                 self._put(module, self._mlp(module))
                 self.mlps += 1
+            elif type(module) is nn.Linear and "forward" not in vars(module):
+                self._put(module, partial(_linear, module))
 
     def _put(self, module: nn.Module, forward: Callable[..., Tensor]) -> None:
         module.forward = forward
@@ -95,6 +100,10 @@ class Fused:
             return y
 
         return forward
+
+
+def _linear(module: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x, module.weight, module.bias)
 
 
 def _is_swiglu(module: nn.Module) -> bool:
