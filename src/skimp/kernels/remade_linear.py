@@ -2,8 +2,8 @@
 
 A linear layer keeps x for the gradient of W. Where x is the output of a fused RMSNorm or SwiGLU, the tensors it was
 made from are kept by that layer already, so x is made again in backward (`core.remake`): one pass over memory instead
-of rows x width x 4 bytes. In a block of SmolLM2 at 512 tokens that is 5.5 of 17 MB: two norms' outputs (2 x 576 columns)
-and the product before `down_proj` (1,536 columns) of 512 rows.
+of rows x width x 4 bytes. In a block of SmolLM2 at 512 tokens that is 5.5 of 17 MB: two norms' outputs (2 x 576
+columns) and the product before `down_proj` (1,536 columns) of 512 rows.
 """
 
 from __future__ import annotations
