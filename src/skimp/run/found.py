@@ -159,6 +159,7 @@ def _on_base(source: Any, recipe: Any, saved: Checkpoint) -> Stored:
             "train the model itself, or an adapter on weights that are kept",
         )
     here = fetch_model(source)
+    assert here.weights is not None
     dtype = DTYPES[recipe.precision]
     base = open_stored(here.weights, skeleton(source.config, dtype).config)
     names = set(saved.names("adapter"))
