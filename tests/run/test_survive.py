@@ -251,7 +251,11 @@ def test_a_gradient_that_is_not_finite_leaves_the_run_at_a_sound_state(
             times.append(1)
             return gradient * float("nan") if len(times) == (4 if clip is None else 7) else gradient
 
-        block.register_forward_hook(lambda _m, _i, out: out.register_hook(spoil) if out.requires_grad else None)
+        def watch(_module: Any, _inputs: Any, out: torch.Tensor) -> None:
+            if out.requires_grad:
+                out.register_hook(spoil)
+
+        block.register_forward_hook(watch)
 
     monkeypatch.setattr(faults, "arm", poison)
     with pytest.raises(NonFiniteError, match="optimizer step 4") as stopped:
