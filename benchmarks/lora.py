@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--best-steps", type=int, default=5, help="steps of PEFT's slow best-memory row")
     parser.add_argument("--seq", type=int, default=512, help="tokens in a row")
     parser.add_argument("--interleave", type=int, default=1, metavar="N", help="rounds, in alternating order")
-    parser.add_argument("--fractions", type=float, nargs=2, default=(0.245, 0.59), metavar=("D", "B"),
+    parser.add_argument("--fractions", type=float, nargs=2, default=(0.245, 0.605), metavar=("D", "B"),
                         help="skimp's budget: parts of PEFT's default and best peak, the smaller counts")  # fmt: skip
     parser.add_argument("--work", default="runs/bench-hf", help="folder of the model, the text and finished rows")
     parser.add_argument("--fresh", action="store_true", help="forget finished rows")
