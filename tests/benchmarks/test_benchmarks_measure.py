@@ -127,7 +127,7 @@ def test_resident_error_is_signed_and_over_the_baseline() -> None:
     row = {"predicted": 1_100, "measured": 1_000, "baseline": 500, "planned_tracked": 400}
     assert resident.error(row) == pytest.approx(0.2)
     assert resident.error({**row, "predicted": 950}) == pytest.approx(-0.1)
-    assert resident.fixed_needed(row) == pytest.approx(500 - 408)
+    assert resident.fixed_needed(row) == pytest.approx(resident.FIXED - 100)
 
 
 def test_resident_recipes_are_valid(tmp_path: Path) -> None:
