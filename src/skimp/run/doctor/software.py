@@ -31,7 +31,7 @@ EXTRAS = {
     "bench": "benchmarks against other trainers",
 }
 #: For work on skimp itself: not missed on a machine that only trains.
-ASIDE = ("dev", "docs", "bench")
+ASIDE = ("dev", "docs", "bench", "harness")
 PROBE_SECONDS = 120
 
 
