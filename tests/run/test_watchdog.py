@@ -127,7 +127,7 @@ def held(monkeypatch: pytest.MonkeyPatch, voice: Heard, peaks: dict[int, int]) -
 LARGE = {
     "exact": {"in_backward": False, "loss_chunk": 64},
     "data.seq_len": 128,
-    "train.batch_tokens": 64 * 128,
+    "train.batch_tokens": 128 * 128,
     "train.steps": 5,
     "eval": None,
 }
