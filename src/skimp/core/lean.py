@@ -117,7 +117,8 @@ def stay_lean() -> None:
     if _submodules not in sys.meta_path:
         sys.meta_path.insert(0, _submodules)
     for name in _STAND_INS:
-        if name not in sys.modules:
+        # Nothing stands in for a package that is not installed: who tries to import it must be told so.
+        if name not in sys.modules and importlib.util.find_spec(name.partition(".")[0]) is not None:
             sys.modules[name] = _StandIn(name, _folder(name))
 
 
