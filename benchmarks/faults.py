@@ -337,14 +337,14 @@ def main() -> None:
     words = [word for word in args.only.split(",") if word]
     chosen = [f for f in FAULTS if not words or any(word in f.name for word in words)]
     oracles = {}
-    for name, changes in (("alone", {}), ("alone-wide", WIDE)):
-        if name == "alone" or any(fault.changes is WIDE for fault in chosen):
+    for name, changes in (("alone", {}), ("alone-wide", WIDE), ("alone-moving", MOVING)):
+        if name == "alone" or any(fault.changes is changes for fault in chosen):
             oracles[name] = Struck(work, name, changes, args.optimizer)
             if code := oracles[name].go():
                 sys.exit(f"the run that was left alone ended with exit code {code}:\n{oracles[name].said[-2000:]}")
     begin, rows, good = time.monotonic(), [], True
     for index, fault in enumerate(chosen):
-        alone = oracles["alone-wide" if fault.changes is WIDE else "alone"]
+        alone = oracles[{id(WIDE): "alone-wide", id(MOVING): "alone-moving"}.get(id(fault.changes), "alone")]
         row, right = strike(fault, work, index, alone, args.optimizer)
         rows.append([*row, "yes" if right else "NO"])
         good = good and right
