@@ -133,6 +133,7 @@ LARGE = {
 }
 
 
+@pytest.mark.slow
 def test_above_the_budget_it_saves_plans_with_what_it_saw_and_goes_on(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
