@@ -15,6 +15,7 @@ from typing import Any
 
 from skimp.core.registry import Facts, methods
 from skimp.core.source import docstring
+from skimp.recipe.keys import held_section
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -218,34 +219,21 @@ def recipe_page(schema: Mapping[str, Any]) -> str:
 def sections(schema: Mapping[str, Any], definitions: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted path, schema) of every nested section, depth first."""
     for key, value in schema.get("properties", {}).items():
-        section = inner(value, definitions)
-        if section is not None:
-            yield above + key, section
-            yield from sections(section, definitions, f"{above}{key}.")
-
-
-def inner(value: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The object a key may hold, behind references and alternatives; None when it holds plain values only."""
-    if "$ref" in value:
-        return inner(definitions[value["$ref"].rpartition("/")[2]], definitions)
-    if value.get("properties"):
-        return value
-    for option in (*value.get("anyOf", ()), *value.get("allOf", ()), *value.get("oneOf", ())):
-        found = inner(option, definitions)
+        found = held_section(value, definitions)
         if found is not None:
-            return found
-    return None
+            yield above + key, found
+            yield from sections(found, definitions, f"{above}{key}.")
 
 
 def table(section: Mapping[str, Any], definitions: Mapping[str, Any]) -> list[str]:
     required = set(section.get("required", ()))
     lines = ["| key | takes | default | effect |", "|---|---|---|---|"]
     for key, value in section.get("properties", {}).items():
-        if inner(value, definitions) is not None:
+        if held_section(value, definitions) is not None:
             default = "required" if key in required else "null" if value.get("default", 0) is None else "its defaults"
         else:
             default = "required" if key in required else f"`{literal(value.get('default'))}`"
-        described = value.get("description") or (inner(value, definitions) or {}).get("description", "")
+        described = value.get("description") or (held_section(value, definitions) or {}).get("description", "")
         lines.append(f"| `{key}` | {cell(takes(value, definitions))} | {default} | {cell(described)} |")
     return lines
 

@@ -7,18 +7,19 @@ the counts and each source's own position.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from skimp.core.batch import Batch, stack_rows
+from skimp.data.steps import Steps
 from skimp.data.stream import VERSION, TokenStream, check_state
 from skimp.data.streaming import StreamCounts, StreamedText
 
 
-class MixedStream:
+class MixedStream(Steps):
     """Like `TokenStream`, over several of them; a context manager that ends the children of those that stream.
 
     Args:
@@ -46,8 +47,6 @@ class MixedStream:
         self.identity = dict(identity)
         self.rows_per_epoch = rows_per_epoch
         self.rows_given = [0] * len(self.streams)
-        self.steps = 0
-        self.trained_tokens = 0
 
     def next_step(self) -> Batch:
         """The next batch; `source` is each row's place in the list of sources.
@@ -66,16 +65,7 @@ class MixedStream:
             self.rows_given[source] += row.rows
         if not parts:
             raise StopIteration
-        batch = stack_rows(parts)
-        self.steps += 1
-        self.trained_tokens += batch.trained
-        return batch
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        return self.next_step()
+        return self.counted(stack_rows(parts))
 
     def given(self) -> dict[str, dict[str, int]]:
         """What each source gave up to now: rows, trained tokens, and whole passes over it."""

@@ -8,7 +8,6 @@ counts its own trained tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy as np
 from skimp.core.batch import Batch
 from skimp.core.errors import CheckpointError, RecipeError
 from skimp.data.rows import Rows
+from skimp.data.steps import Steps
 
 VERSION = 1
 
@@ -71,7 +71,7 @@ def check_state(state: dict[str, Any], identity: dict[str, Any], kind: str) -> N
         )
 
 
-class TokenStream:
+class TokenStream(Steps):
     """Batches of a whole optimizer step; the caller cuts them into micro-batches.
 
     Args:
@@ -92,8 +92,6 @@ class TokenStream:
         self.identity = dict(identity)
         self.epoch = 0
         self.position = 0  # rows of this epoch already given
-        self.steps = 0
-        self.trained_tokens = 0
         self._order: tuple[int, np.ndarray] | None = None
 
     @property
@@ -129,16 +127,7 @@ class TokenStream:
             missing -= len(taken)
         if not indices:
             raise StopIteration
-        batch = self.rows.batch(np.concatenate(indices))
-        self.steps += 1
-        self.trained_tokens += batch.trained
-        return batch
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        return self.next_step()
+        return self.counted(self.rows.batch(np.concatenate(indices)))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, JSON-ready: the position after the last batch given."""

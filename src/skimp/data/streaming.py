@@ -21,6 +21,7 @@ from skimp.data import pipe
 from skimp.data.child import Child, raise_reported
 from skimp.data.rows import Rows
 from skimp.data.sources import SourceFile
+from skimp.data.steps import Steps
 from skimp.data.stream import VERSION, check_state, shuffled
 from skimp.data.textdata import TextData
 from skimp.data.vocabulary import check_vocabulary
@@ -52,7 +53,7 @@ class StreamCounts:
         return StreamCounts(**added, left_out=reasons)
 
 
-class StreamedText:
+class StreamedText(Steps):
     """Like `TokenStream`, over text that is read as it goes; a context manager that ends its child.
 
     Args:
@@ -83,8 +84,6 @@ class StreamedText:
         self.vocabulary = vocabulary
         self.rows_per_epoch: int | None = None
         self.epoch = 0
-        self.steps = 0
-        self.trained_tokens = 0
         self.counts = StreamCounts()  # before the window in use
         self._job = job
         self._files = list(files)
@@ -120,16 +119,7 @@ class StreamedText:
             missing -= len(taken)
         if not parts:
             raise StopIteration
-        batch = stack_rows(parts)
-        self.steps += 1
-        self.trained_tokens += batch.trained
-        return batch
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        return self.next_step()
+        return self.counted(stack_rows(parts))
 
     def tokenizer_facts(self) -> dict[str, Any]:
         """size, end and begin of the tokenizer, and the `kinds` of the sources; starts the child and reads its

@@ -46,7 +46,7 @@ def keys(schema: Mapping[str, Any]) -> list[Key]:
 def _below(section: Mapping[str, Any], definitions: Mapping[str, Any], above: str) -> Iterator[Key]:
     required = section.get("required", ())
     for name, value in section.get("properties", {}).items():
-        inner = _section(value, definitions)
+        inner = held_section(value, definitions)
         about = value.get("description") or (inner or {}).get("description", "")
         choices = tuple(dict.fromkeys(_choices(value, definitions)))
         yield Key(
@@ -61,14 +61,14 @@ def _below(section: Mapping[str, Any], definitions: Mapping[str, Any], above: st
             yield from _below(inner, definitions, f"{above}{name}.")
 
 
-def _section(value: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def held_section(value: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The object a key may hold, behind references and alternatives."""
     if "$ref" in value:
-        return _section(definitions[value["$ref"].rpartition("/")[2]], definitions)
+        return held_section(definitions[value["$ref"].rpartition("/")[2]], definitions)
     if value.get("properties"):
         return value
     options = (*value.get("anyOf", ()), *value.get("allOf", ()), *value.get("oneOf", ()))
-    return next((found for option in options if (found := _section(option, definitions)) is not None), None)
+    return next((found for option in options if (found := held_section(option, definitions)) is not None), None)
 
 
 def _choices(value: Mapping[str, Any], definitions: Mapping[str, Any]) -> Iterator[str]:

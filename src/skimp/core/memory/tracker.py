@@ -72,7 +72,6 @@ class Tracker(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.observer = observer
-        self.remembered = _remembered
         self.host_rules = host_rules
         #: highest bytes at each (phase, owner), and then by category and during which operator.
         self.peaks: dict[tuple[str, str], int] = {}
@@ -116,8 +115,8 @@ class Tracker(TorchDispatchMode):
         if func is _READ:
             return func(*args)
         kwargs = kwargs or {}
-        if self.remembered is not None and any(t is FakeTensor for t in types):
-            out = self.remembered.call(func, args, kwargs)
+        if FakeTensor in types:
+            out = _remembered.call(func, args, kwargs)
         else:
             out = func(*args, **kwargs)
         self.count += 1
@@ -136,8 +135,7 @@ class Tracker(TorchDispatchMode):
         place = (self.phase, self.owner)
         if self.live + inside > self.peaks.get(place, 0):
             self.peaks[place] = self.live + inside
-            shares = (*list(self.by_category.values()), inside)
-            self.shares[place] = (shares, name)
+            self.shares[place] = ((*self.by_category.values(), inside), name)
         if inside:
             # Outputs and workspace exist together; the workspace is gone when the call returns.
             self._mark(self.live + inside, name, inside)
