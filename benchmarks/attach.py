@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import measure
+from hf import child
 
 #: name -> what it adds to the rung above.
 LADDER: dict[str, dict[str, Any]] = {
@@ -30,15 +31,6 @@ LADDER: dict[str, dict[str, Any]] = {
     "+ 8-bit states": {"rule": "adamw8bit"},
 }
 ROWS = 4
-
-
-def child(kind: str, job: dict[str, Any], work: Path) -> measure.Child:
-    """One process of `hf_work.py`."""
-    path = work / f"{kind}-job.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(job), "utf-8")
-    argv = [sys.executable, str(measure.ROOT / "benchmarks" / "hf_work.py"), kind, str(path)]
-    return measure.watch(argv, work / "log.txt", {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}).check(kind)
 
 
 def climb(args: argparse.Namespace) -> dict[str, dict[str, Any]]:

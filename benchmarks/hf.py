@@ -138,12 +138,17 @@ class Bench:
         }  # fmt: skip
 
     def _child(self, kind: str, job: dict[str, Any]) -> measure.Child:
-        path = self.work / f"{kind}-job.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(job), "utf-8")
-        offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        argv = [sys.executable, str(measure.ROOT / "benchmarks" / "hf_work.py"), kind, str(path)]
-        return measure.watch(argv, self.work / "log.txt", offline).check(kind)
+        return child(kind, job, self.work)
+
+
+def child(kind: str, job: dict[str, Any], work: Path) -> measure.Child:
+    """One process of `hf_work.py`, to its end."""
+    path = work / f"{kind}-job.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(job), "utf-8")
+    offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    argv = [sys.executable, str(measure.ROOT / "benchmarks" / "hf_work.py"), kind, str(path)]
+    return measure.watch(argv, work / "log.txt", offline).check(kind)
 
 
 def rounds(bench: Bench) -> list[dict[str, dict[str, Any]]]:

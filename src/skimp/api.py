@@ -60,8 +60,9 @@ def plan_recipe(
     from skimp.kernels.native import pool
     from skimp.plan.make import make_plan
 
-    pinned = recipe.exact.malloc if (gpu or recipe.device) == "cpu" else None
-    if not set_malloc_policy() and pinned is not None:
+    on_cpu = (gpu or recipe.device) == "cpu"
+    pinned = recipe.exact.malloc if on_cpu else None
+    if on_cpu and not set_malloc_policy() and pinned is not None:
         raise RecipeError(
             f"exact.malloc={pinned}",
             "a C library that is not glibc",
@@ -134,6 +135,7 @@ def train_recipe(recipe: Any, *, resume: bool = False, voice: Voice | None = Non
                 f"nothing to do: {done.folder} {done.stopped} at step {done.summary['steps']}; "
                 "to go on, raise train.steps"
             )
+            folder.vitals.ended(done.stopped)
             return done
         folder.vitals.beat("plan")
         settled, found = settle(recipe, source, voice)

@@ -221,3 +221,31 @@ def test_what_it_writes_runs_as_it_stands(
     done = skimp("train", "r.yaml", "--quiet")
     assert done.code == 0, done.err
     assert json.loads((tmp_path / "runs/r/summary.json").read_text())["stopped"] == "finished"
+
+
+def test_an_override_is_an_answer_before_what_follows_is_settled(tmp_path: Path) -> None:
+    """A validation set named for a small file is evaluated on; steps that were asked for replace the one pass."""
+    from skimp.cli.init import START, recipe_text
+
+    rows = tmp_path / "small.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(3)), encoding="utf-8")
+    held = tmp_path / "val.jsonl"
+    held.write_text(rows.read_text(encoding="utf-8"), encoding="utf-8")
+    words = [f"data.validation={held}", "train.steps=50"]
+    answer = answers.data(str(rows), words[:1])
+    values = {**START, "model": "smollm2-135m", "budget": "2GB", **answer.values}
+    written = yaml.safe_load(recipe_text(tmp_path / "r.yaml", values, answer.notes, words, False))
+    assert written["data"]["validation"] == str(held)
+    assert written["eval"]["at_end"] is True
+    assert written["train"]["steps"] == 50
+    assert "epochs" not in written["train"]
+
+
+def test_words_about_data_may_hold_blanks_and_other_json_is_no_data(tmp_path: Path) -> None:
+    rows = tmp_path / "pairs.jsonl"
+    rows.write_text(json.dumps({"q": "one", "a": "two"}) + "\n", encoding="utf-8")
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    found = answers.data(str(rows), ["data.fields={prompt: q, completion: a}"])
+    assert found.said.startswith("prompts with completions")
+    assert found.values["data.fields"] == {"prompt": "q", "completion": "a"}
+    assert answers.usual_data(tmp_path) == "pairs.jsonl"

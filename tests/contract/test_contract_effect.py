@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from contract_rows import BLOCKS, STYLES, TECHNIQUES, batch_of, make_run
+from contract_rows import BLOCKS, STYLES, TECHNIQUES, Technique, batch_of, make_run
 
 import skimp.activations.recompute
 from skimp.core.errors import EffectError
 from skimp.core.gradients import AfterBackward, InBackward
+from skimp.kernels.native import library
 from skimp.optim.base import UpdateRule
 from skimp.run.build import Run
 from skimp.run.effect import Effect
@@ -21,7 +22,7 @@ FAST = [(t, "llama-tied") for t in TECHNIQUES] + [("recompute", "gpt2"), ("in-ba
 SLOW = [(t, s) for t in TECHNIQUES for s in STYLES if (t, s) not in FAST]
 
 
-def first_step(technique: str, style: str = "llama", disable: Callable[[Run], None] | None = None) -> None:
+def first_step(technique: str | Technique, style: str = "llama", disable: Callable[[Run], None] | None = None) -> None:
     run = make_run(technique, style)
     if disable is not None:
         disable(run)
@@ -60,6 +61,25 @@ def test_mutation_update_rule_that_moves_nothing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(UpdateRule, "step_parameter", lambda self, p, grad=None: None)
     with pytest.raises(EffectError, match=r"optimizer|updates parameters"):
         first_step(technique)
+
+
+def test_mutation_an_adapted_layer_that_runs_plain() -> None:
+    def plain(run: Run) -> None:
+        assert run.adapter is not None
+        del run.adapter.module(next(iter(run.adapter.modules))).forward
+
+    with pytest.raises(EffectError, match="no gradient reached them"):
+        first_step("lora", disable=plain)
+
+
+@pytest.mark.skipif(not library.available(), reason="no native kernels")
+def test_mutation_fused_layers_that_run_plain() -> None:
+    def plain(run: Run) -> None:
+        assert run.fused is not None
+        run.fused.remove()
+
+    with pytest.raises(EffectError, match="0 calls ran fused"):
+        first_step(Technique(overrides=("exact.kernels=fused",)), disable=plain)
 
 
 def test_mutation_states_that_are_wider_than_promised(monkeypatch: pytest.MonkeyPatch) -> None:

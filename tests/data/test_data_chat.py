@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from data_chats import BARE, CHATML, DEFAULT_SYSTEM, DROPS_REASONING, HEADERS, TOOLS, turns
@@ -14,6 +14,7 @@ from data_chats import BARE, CHATML, DEFAULT_SYSTEM, DROPS_REASONING, HEADERS, T
 from skimp.core.batch import IGNORE
 from skimp.core.errors import DataError, ModelError
 from skimp.data import TextData, TokenStore, prepare
+from skimp.data.kinds import RowReader, Rules
 
 TALK = turns("Hi there", "Hello!  How are you?", "Fine; 12 + 30?", "It's 42.\n\n  Indented,\nnaïve 한국어 🙂")
 
@@ -375,3 +376,10 @@ def test_a_tokenizer_that_puts_a_blank_before_each_text_is_not_cut(tmp_path: Pat
         # A blank at the boundary belongs to the token after it, whichever side it is on.
         assert bpe.decode(learnt).strip() == answer.strip()
         assert not any(trained[: len(bpe.encode(prompt.strip()).ids) - 1])
+
+
+def test_tools_of_a_prompt_of_turns_are_read_from_files_with_columns_too() -> None:
+    """parquet gives the columns it is asked for; jsonl gives all: the same rows must give the same tokens."""
+    there, chat = ["prompt", "completion", "tools", "other"], cast(Any, None)
+    for kind, read in (("prompt", ["prompt", "completion", "tools"]), ("text", [])):
+        assert RowReader(kind, Rules(), chat).columns(there) == read

@@ -13,10 +13,14 @@ import torch
 from torch import nn
 from trainer_cases import CASES, ROWS, Case, arguments_of, hf_trainer, model_of, pad, raw, rule_of
 
+from skimp.adapters.lora import LoRA
+from skimp.adapters.spec import Spec
 from skimp.core.errors import ConflictError, EffectError, ModelError, NonFiniteError
 from skimp.core.memory.tracker import Tracker
+from skimp.core.position import position
 from skimp.core.registry import load
 from skimp.hf import Attached, attach
+from skimp.hf.forward import Forward
 from skimp.kernels.native import library
 
 transformers = pytest.importorskip("transformers")
@@ -218,7 +222,47 @@ def test_label_smoothing_is_kept(tmp_path: Path) -> None:
             attach(trainer, chunked_loss=True)
         trainer.train()
         losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
+        losses[-1].append(trainer.evaluate(trainer.train_dataset)["eval_loss"])  # Trainer smooths there too
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_a_lora_that_drops_inputs_does_not_go_with_the_trainers_own_checkpointing(tmp_path: Path) -> None:
+    trainer = make(tmp_path, gradient_checkpointing=True)
+    LoRA(trainer.model, Spec(dropout=0.1))
+    with pytest.raises(ConflictError, match="does not know its place"):
+        attach(trainer, positions=True)
+    other = make(tmp_path, gradient_checkpointing=True)
+    LoRA(other.model, Spec())
+    attach(other, positions=True)
+
+
+def test_in_backward_without_its_hooks_is_no_step(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    handle = attach(trainer, step_in_backward=True)
+    backward: Any = handle.backward
+    for hook in backward.delivery._hooks[1:]:
+        hook.remove()
+    backward.assert_freed = lambda: None  # it would find the gradients first
+    with pytest.raises(EffectError, match="had no gradient in the last"):
+        trainer.train()
+
+
+def test_batches_of_several_widths_share_no_place() -> None:
+    from types import SimpleNamespace
+
+    model: Any = torch.nn.Linear(2, 2)
+    forward = Forward(
+        model, SimpleNamespace(state=SimpleNamespace(global_step=0), args=SimpleNamespace(process_index=0))
+    )
+    numbers = set()
+    for rows, width in ((4, 10), (3, 8), (2, 10), (4, 7)):
+        ids = torch.zeros(rows, width)
+        with forward._position((ids,), {}):
+            here = position()
+        assert here is not None
+        taken = set(range(here.row * width, (here.row + rows) * width))
+        assert not numbers & taken
+        numbers |= taken
 
 
 def test_dropout_draws_the_same_masks(tmp_path: Path, make_tiny: Callable[..., Any]) -> None:

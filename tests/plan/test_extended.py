@@ -42,6 +42,7 @@ def same(found: MemoryProfile | None, full: MemoryProfile) -> None:
     assert found.peak.total == full.peak.total
     assert found.peak.by_category == full.peak.by_category
     assert found.peak.phase == full.peak.phase
+    assert found.peak.operator == full.peak.operator
     assert found.phases == full.phases
     assert found.resting == full.resting
     assert found.seconds == pytest.approx(full.seconds, rel=1e-9)

@@ -180,10 +180,29 @@ def test_a_machine_that_is_nearly_out_saves_the_step_before_and_ends(
 ) -> None:
     """The step that is given up is taken after the resume, from the same rows: the same bits."""
     alone = skimp.api.train(merged(recipe, {"output": str(tmp_path / "alone")})).folder
-    voice = Heard()
+    asked, understood = [0], threading.Event()
+
+    class Waiting(Heard):
+        """Goes on after the third step once the thread has looked three times: two low samples are behind it then."""
+
+        def step(self, progress: Any) -> None:
+            super().step(progress)
+            if progress.step == 3:
+                assert understood.wait(60)
+
+    voice = Waiting()
     low = Left(90 * 10**6, 128 * 10**6, "on this machine")
     plenty = Left(10**10, 128 * 10**6, "on this machine")
-    monkeypatch.setattr(Room, "left", lambda self: low if len(voice.steps) >= 3 else plenty)
+
+    def left(_room: Room) -> Left:
+        if len(voice.steps) < 3:
+            return plenty
+        asked[0] += 1
+        if asked[0] >= 3:
+            understood.set()
+        return low
+
+    monkeypatch.setattr(Room, "left", left)
     with pytest.raises(OutOfMemory) as ended:
         skimp.api.train(recipe, voice=voice)
     assert ended.value.found == "90.0 MB of memory are left on this machine, less than 128 MB"

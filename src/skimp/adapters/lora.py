@@ -151,6 +151,8 @@ class LoRA:
                 dropout=dropout_here(spec.dropout, spec.seed, name, x) if dropped else None,
             )
 
+        #: Read where a forward is run again by others, who may not know its place.
+        forward.dropout = spec.dropout  # type: ignore[attr-defined]
         return forward
 
     # ---- what is trained

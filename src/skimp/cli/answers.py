@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -57,11 +58,12 @@ def model(name: str) -> Answer:
     return found
 
 
-def data(told: str) -> Answer:
+def data(told: str, more: Sequence[str] = ()) -> Answer:
     """What the rows of a text source are, seen from the first of them.
 
     Args:
         told: the source, and behind it keys that say how its rows are read: `texts.jsonl data.field=body`.
+        more: such keys that were given elsewhere, each a word of its own.
 
     Raises:
         DataError: no such file, damaged, or rows that say nothing to train on; names the key that would help.
@@ -72,10 +74,10 @@ def data(told: str) -> Answer:
     from skimp.recipe.document import parse_value
     from skimp.recipe.load import override
 
-    name, words = told, re.findall(r"\s(data\.\S+=\S+)", told)
-    for word in words:
+    name, typed = told, re.findall(r"\s(data\.\S+=\S+)", told)
+    for word in typed:
         name = name.replace(word, "")
-    name = name.strip()
+    name, words = name.strip(), [*typed, *more]
     asked: dict[str, Any] = {}
     for word in words:
         override(asked, word)
@@ -94,8 +96,7 @@ def data(told: str) -> Answer:
     if first.kind in PLAIN:
         found.said = f"{files}plain text, {format_bytes(size)}"
         if first.kind != "pydoc" and len(source.files) < 20:
-            found.values["data.validation"] = None
-            found.notes["data.validation"] = f"Off: of {_files(len(source.files))} none can be spared whole."
+            _hold_nothing_out(found, f"of {_files(len(source.files))} none can be spared whole")
         return _length(found, size)
     rows = list(islice(read_records(first, "utf-8"), LOOKED_AT))
     if not rows:
@@ -112,9 +113,15 @@ def data(told: str) -> Answer:
     many = "at least " if len(rows) == LOOKED_AT or len(source.files) > 1 else ""
     found.said = f"{files}{what}, {many}{len(rows)} rows, {format_bytes(size)}"
     if len(rows) < 20 and not many:
-        found.values["data.validation"] = None
-        found.notes["data.validation"] = f"Off: of {len(rows)} rows none can be spared."
+        _hold_nothing_out(found, f"of {len(rows)} rows none can be spared")
     return found if first.compression or first.kind == "parquet" else _length(found, size)
+
+
+def _hold_nothing_out(found: Answer, why: str) -> None:
+    """No validation set, unless one was named."""
+    if "data.validation" not in found.values:
+        found.values["data.validation"] = None
+        found.notes["data.validation"] = f"Off: {why}."
 
 
 def _files(count: int) -> str:
@@ -176,9 +183,9 @@ def usual_memory() -> str:
 
 
 def usual_data(folder: Path) -> str:
-    """The first text file here that holds rows, or the text that ships with Python."""
+    """The first file here of a kind that holds rows and little else, or the text that ships with Python."""
     from skimp.data.sources import SUFFIXES
 
-    rows = [s for s in SUFFIXES if not s.startswith((".txt", ".json."))]
-    found = sorted(p.name for p in folder.iterdir() if p.is_file() and p.name.endswith(tuple(rows)))
+    rows = tuple(s for s in SUFFIXES if s.split(".")[1] not in ("txt", "json"))  # many a .json is no data
+    found = sorted(p.name for p in folder.iterdir() if p.is_file() and p.name.endswith(rows))
     return found[0] if found else "pydoc"

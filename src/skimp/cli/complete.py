@@ -131,7 +131,16 @@ def _values(name: str, incomplete: str) -> Iterator[Offer]:
     key = next(key for key in recipe_keys() if key.path == name)
     yield from _matching(incomplete, ((choice, "") for choice in key.choices))
     if name in TAKES_FILES:
-        yield from _paths(incomplete, TAKES_FILES[name], "a file")
+        yield from _paths(incomplete, _patterns(name), "a file")
+
+
+def _patterns(name: str) -> tuple[str, ...]:
+    known = TAKES_FILES[name]
+    if known is not None:
+        return known
+    from skimp.data.sources import SUFFIXES
+
+    return tuple(f"*{suffix}" for suffix in SUFFIXES)
 
 
 def recipe_keys() -> list[Key]:
@@ -193,8 +202,13 @@ VALUES = {
     "adapter.name": lambda: _named("adapter"),
     "device": _devices,
 }
-TEXTS = ("*.jsonl", "*.parquet", "*.txt", "*.csv", "*.gz", "*.zst")
-TAKES_FILES = {"data.train": TEXTS, "data.validation": TEXTS, "model": ("*.gguf", "config.json"), "output": ()}
+#: Keys that name a file, and its patterns; None for whatever data is read from.
+TAKES_FILES: dict[str, tuple[str, ...] | None] = {
+    "data.train": None,
+    "data.validation": None,
+    "model": ("*.gguf", "config.json"),
+    "output": (),
+}
 
 
 def _paths(incomplete: str, patterns: Iterable[str], about: str) -> Iterator[Offer]:

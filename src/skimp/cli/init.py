@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,18 +71,14 @@ def command(
             "no terminal to ask on",
             instead=[f"skimp init {file} --yes", f"skimp init {file} --model smollm2-135m --data pydoc --memory 2GB"],
         )
+    of_data = [w for w in overrides or () if w.startswith("data.") and not w.startswith("data.train=")]
+    look_at_data = partial(answers.data, more=of_data)
     asked = (
         ("Which model? A preset, a Hub id, a folder or a .gguf file", model, "smollm2-135m", answers.model),
-        ("Which data? A file, folder or glob of text, or pydoc", data, answers.usual_data(Path.cwd()), answers.data),
+        ("Which data? A file, folder or glob of text, or pydoc", data, answers.usual_data(Path.cwd()), look_at_data),
         ("How much memory may it use, all in all?", memory, answers.usual_memory(), answers.memory),
     )
     values, notes = dict(START), dict[str, str]()
-    of_data = " ".join(
-        word for word in overrides or () if word.startswith("data.") and not word.startswith("data.train=")
-    )
-    if of_data:
-        look_at = answers.data
-        asked = (asked[0], (*asked[1][:3], lambda told: look_at(f"{told} {of_data}")), asked[2])
     for question, given, usual, look in asked:
         answer = ask(question, given if given is not None or not yes else usual, usual, look)
         values.update(answer.values)
@@ -126,6 +123,13 @@ def recipe_text(
     from skimp.recipe.load import override
     from skimp.recipe.written import written
 
+    values = dict(values)
+    for word in overrides:  # before what follows from the answers is settled: an override is an answer too
+        key, value = override({}, word)
+        if key in ("train.steps", "train.epochs") and value is not None:
+            values.pop("train.epochs", None)
+            values["train.steps"] = None
+        values[key] = value
     values = settled(file, values)
     nested: dict[str, Any] = {}
     for key, value in values.items():

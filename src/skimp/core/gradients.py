@@ -235,6 +235,11 @@ class InBackward(Delivery):
             if self._pass == self.passes - 1:
                 self._apply(name, grad, self._known.scale if self._known else 1.0)
 
+    @property
+    def seen(self) -> frozenset[str]:
+        """Names whose gradient has arrived in the present pass, or did in the last one."""
+        return frozenset(self._seen)
+
     def begin(self, pass_index: int) -> None:
         self._pass = pass_index
         self._seen.clear()

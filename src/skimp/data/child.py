@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-import skimp
+from skimp.core.child import child_environment
 from skimp.core.errors import DataError, ModelError, SkimpError
 
 Progress = Callable[[dict[str, Any]], None]
@@ -23,9 +21,7 @@ class Child:
     """A running `python -m skimp.data.tokenise`; a context manager that leaves no process behind."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        environment = dict(os.environ)
-        package = str(Path(skimp.__file__).resolve().parent.parent)
-        environment["PYTHONPATH"] = os.pathsep.join(p for p in (package, environment.get("PYTHONPATH")) if p)
+        environment = child_environment()
         environment.setdefault("TOKENIZERS_PARALLELISM", "true")
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - read after the child's end
         # Own session: Ctrl-C stops the training loop at a step boundary, which must not lose its data

@@ -15,7 +15,7 @@ from skimp.core.errors import DataError, ModelError
 from skimp.data.sources import Source
 
 #: Written into every store; a store of another format is made again.
-FORMAT = 2
+FORMAT = 3
 #: What decides how a tokenizer cuts text. Weights beside them do not.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",

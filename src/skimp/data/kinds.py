@@ -135,8 +135,7 @@ class RowReader:
 
     def columns(self, names: list[str]) -> list[str]:
         """The fields that are read, of those there."""
-        optional = [self.rules.fields.tools] if self.kind in ("messages", "preference") else []
-        optional += [self.rules.fields.prompt] if self.kind == "preference" else []
+        optional = [self.rules.fields.tools] if self.kind in ("messages", "prompt") else []
         return [n for n in names if n in (*self.rules.fields.of(self.kind), *optional)]
 
     def text_of(self, record: Record, file: SourceFile) -> Text:

@@ -6,7 +6,7 @@ two whole conversations without a `prompt` field, which must be the same up to t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -104,22 +104,19 @@ def _words(side: str | Turns) -> str:
     return "".join(turn["content"] + ("call" if "tool_calls" in turn else "") for turn in side)
 
 
-def check_pairs(
-    rows: Iterator[tuple[Record, str]], names: Fields, drop: bool, progress: Callable[[int], None] | None = None
-) -> PairCounts:
+def check_pairs(rows: Iterator[tuple[Record, str]], names: Fields, drop: bool) -> PairCounts:
     """Read every pair.
 
     Args:
         rows: each row with its file and row for messages.
         names: of the fields.
         drop: leave rows out that are no pairs, and count them.
-        progress: told the rows read, now and then.
 
     Raises:
         RowError: the first row that is no pair, without `drop`.
     """
     counts = PairCounts()
-    for number, (record, where) in enumerate(rows, 1):
+    for record, where in rows:
         try:
             form = pair_of(record, names, where).form
         except RowError as error:
@@ -128,8 +125,6 @@ def check_pairs(
             counts.dropped[error.reason] = counts.dropped.get(error.reason, 0) + 1
             continue
         counts.forms[form] = counts.forms.get(form, 0) + 1
-        if progress is not None and number % 1024 == 0:
-            progress(number)
     return counts
 
 

@@ -145,8 +145,7 @@ def _stream(job: dict[str, Any], tokenizer: LoadedTokenizer, out: IO[bytes]) -> 
     encoder = Encoder(tokenizer, _rules(job), job["encoding"], stream.get("source_of"), stream.get("formats"),
                       job.get("hold"))  # fmt: skip
     kinds = encoder.look.kinds_of(files)
-    names = [encoder.look.names.get(i, []) for i in range(len(kinds))]
-    pipe.send_json(out, {"event": "tokenizer", **tokenizer.facts(), "kinds": kinds, "names": names})
+    pipe.send_json(out, {"event": "tokenizer", **tokenizer.facts(), "kinds": kinds})
     for piece in encoder.documents(files, stream["file"], Entry(stream["row"], stream["offset"])):
         if piece.dropped:
             pipe.send_dropped(out, piece.file, piece.row, piece.offset, piece.dropped)

@@ -11,10 +11,10 @@ from torch import nn
 from skimp.adapters.lora import LoRA
 from skimp.core.errors import ModelError
 from skimp.export.card import adapter_card
-from skimp.export.peft import write_peft
+from skimp.export.peft import CONFIG, TENSORS, write_peft
 from skimp.export.target import MARK, aside, check_target, is_our_folder, mark_of
 from skimp.run.adapted import AdaptedTensors
-from skimp.run.durable import write_file, write_json
+from skimp.run.durable import fsync_folder, write_file, write_json
 from skimp.run.found import Found
 from skimp.run.skeleton import skeleton
 
@@ -47,9 +47,11 @@ def export_adapter(found: Found, target: Path, *, force: bool = False) -> dict[s
     base = str(found.recipe.model.name) if found.recipe is not None else ""
     with aside(target, 2 * size + (8 << 20)) as folder:
         write_peft(folder, lora, base_name=base, base=stored.expected)
+        for name in (TENSORS, CONFIG):
+            fsync_folder(folder / name)  # a file is synced as a folder is
         write_file(folder / "README.md", adapter_card(found, base, target).encode())
         write_json(folder / MARK, mark_of({"kind": "peft", "from": found.asked, "step": found.step}))
-    file = target / "adapter_model.safetensors"
+    file = target / TENSORS
     return {
         "target": str(target),
         "kind": "peft",

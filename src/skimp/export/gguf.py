@@ -30,7 +30,7 @@ from skimp.run.found import Found
 from skimp.run.gguf_tensors import GgufTensors, check_gguf_family, gguf_name, interleaved, rotary_heads
 from skimp.run.words import Words
 
-#: --dtype -> (GGML type, llama.cpp's file type, element it is measured in).
+#: --dtype -> (GGML type, llama.cpp's file type).
 ENCODINGS = {"fp32": ("F32", 0), "fp16": ("F16", 1), "bf16": ("BF16", 32), "q8_0": ("Q8_0", 7)}
 BLOCK = 32  # numbers that share one scale in Q8_0: 34 bytes for 32, 8.5 bits each
 ARCHITECTURE = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}

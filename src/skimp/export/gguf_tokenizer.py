@@ -49,7 +49,7 @@ def tokenizer_fields(location: Path, words: Words, vocabulary: int, pre: str | N
             ["--to merged, then llama.cpp's own converter", "start from a GGUF: its tokenizer is copied"],
         )
     tokens, types = _tokens(described, vocabulary)
-    special = _special(words)
+    special = words.tokenizer.special
     fields: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre or splitting_rule(described),
@@ -64,11 +64,8 @@ def tokenizer_fields(location: Path, words: Words, vocabulary: int, pre: str | N
         number = words.tokenizer.encode.token_to_id(special[name]) if name in special else None
         if number is not None:
             fields[f"tokenizer.ggml.{key}_token_id"] = number
-    template = words.folder / "chat_template.jinja"
-    if template.is_file():
-        fields["tokenizer.chat_template"] = template.read_text(encoding="utf-8")
-    elif isinstance(special.get("chat_template"), str):
-        fields["tokenizer.chat_template"] = special["chat_template"]
+    if words.tokenizer.template:
+        fields["tokenizer.chat_template"] = words.tokenizer.template
     return fields
 
 
@@ -117,16 +114,6 @@ def _tokens(described: dict[str, Any], vocabulary: int) -> tuple[list[str], list
         tokens[added["id"]] = added["content"]
         types[added["id"]] = CONTROL if added.get("special") else USER_DEFINED
     return tokens, types
-
-
-def _special(words: Words) -> dict[str, Any]:
-    """tokenizer_config.json's special tokens as text, and its chat template where it still lies there."""
-    file = words.folder / "tokenizer_config.json"
-    if not file.is_file():
-        return {}
-    config = json.loads(file.read_text(encoding="utf-8"))
-    found = {k: v.get("content") if isinstance(v, dict) else v for k, v in config.items() if k.endswith("_token")}
-    return {k: v for k, v in found.items() if isinstance(v, str)} | {"chat_template": config.get("chat_template")}
 
 
 def _copied(location: Path) -> dict[str, Any]:

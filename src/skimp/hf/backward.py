@@ -12,7 +12,7 @@ from typing import Any
 from skimp.core import rng
 from skimp.core.errors import EffectError
 from skimp.core.gradients import Delivered, InBackward
-from skimp.hf.forward import Forward
+from skimp.hf.forward import Forward, give_methods_back
 
 
 class StepsInBackward:
@@ -72,18 +72,17 @@ class StepsInBackward:
             )
 
     def assert_effect(self) -> None:
-        """Every parameter took exactly the steps that were made.
+        """Most parameters moved in the last step; a mixture of experts may leave some out of one.
 
         Raises:
-            EffectError: none were made, or a parameter has another number.
+            EffectError: no step was made, or half of the parameters had no gradient in it.
         """
-        steps = self.delivery.step_index
-        taken = {n: self.rule.state.get(p, {}).get("step", 0) for n, p in self.delivery.parameters.items()}
-        idle = [name for name, count in taken.items() if count == 0]
-        if not steps or len(idle) == len(taken):
+        steps, count = self.delivery.step_index, len(self.delivery.parameters)
+        idle = count - len(self.delivery.seen)
+        if not steps or 2 * idle > count:
             raise EffectError(
                 "attach(step_in_backward=True)",
-                f"{steps} steps; {len(idle)} of {len(taken)} parameters never moved",
+                f"{steps} steps; {idle} of {count} parameters had no gradient in the last",
                 "no gradient reached them in backward",
                 "call attach last, on the trainer that trains",
             )
@@ -91,7 +90,4 @@ class StepsInBackward:
     def remove(self) -> None:
         """Hooks away, the trainer's own methods again."""
         self.delivery.close()
-        for name, plain in (("training_step", self._plain_step), ("log", self._plain_log)):
-            self.trainer.__dict__.pop(name, None)
-            if getattr(self.trainer, name) != plain:
-                setattr(self.trainer, name, plain)
+        give_methods_back(self.trainer, training_step=self._plain_step, log=self._plain_log)

@@ -38,7 +38,7 @@ class Forward:
     def __init__(self, model: nn.Module, trainer: Any = None) -> None:
         self.model = model
         self._trainer = trainer
-        self._step = self._row = -1
+        self._step, self._tokens = -1, 0
         self.trained = self.declared = 0
         self.instead: Callable[..., Any] | None = None
         self._plain = model.forward
@@ -74,14 +74,16 @@ class Forward:
         if self._trainer is None or ids is None or not self.model.training:
             return contextlib.nullcontext()
         if self._trainer.state.global_step != self._step:
-            self._step, self._row = self._trainer.state.global_step, 0
-        first = self._row
-        self._row += ids.shape[0]
+            self._step, self._tokens = self._trainer.state.global_step, 0
+        rows, width = ids.shape[:2]
+        # Whole rows of this width that lie past every token so far: batches padded to other widths share no number.
+        first = -(-self._tokens // width)
+        self._tokens = (first + rows) * width
         return declared_position(self._step, self._trainer.args.process_index * ROWS_OF_A_PROCESS + first)
 
     def again(self) -> None:
         """The step's rows come once more: what is addressed by them must be the same."""
-        self._row = 0
+        self._tokens = 0
 
     def watch(self, block: nn.Module) -> None:
         """Count, until `assert_documents`, how often a block gets a mask: with declared documents it must not."""
@@ -125,3 +127,11 @@ class Forward:
             del self.model.forward
         else:
             self.model.forward = self._own
+
+
+def give_methods_back(trainer: Any, **plain: Any) -> None:
+    """A trainer's methods as they were: the class's own, or the instance's own from before."""
+    for name, method in plain.items():
+        trainer.__dict__.pop(name, None)
+        if getattr(trainer, name) != method:
+            setattr(trainer, name, method)

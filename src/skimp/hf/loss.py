@@ -24,7 +24,7 @@ from skimp.core.batch import IGNORE
 from skimp.core.errors import EffectError
 from skimp.core.read import read
 from skimp.core.structure import Structure
-from skimp.hf.forward import Forward
+from skimp.hf.forward import Forward, give_methods_back
 from skimp.losses import linear_cross_entropy
 
 #: Arguments of a causal model's forward that are for its head or its caller, not for the model below the head.
@@ -80,7 +80,7 @@ class ChunkedLoss:
             return self._plain_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         items = num_items_in_batch
         count = None if items is None else read(items, expect=1.0) if isinstance(items, Tensor) else float(items)
-        smoothing = self.trainer.args.label_smoothing_factor if self.model.training else 0.0
+        smoothing = self.trainer.args.label_smoothing_factor
         # A step without a trained token has a sum of 0; so it is divided by 1, as TRL does.
         with asking(Asked(None if count is None else max(1.0, count), smoothing)):
             loss = model(**inputs)["loss"]
@@ -145,7 +145,4 @@ class ChunkedLoss:
         """The trainer's own methods again."""
         self._hook.remove()
         self._forward.instead = None
-        for name, plain in (("compute_loss", self._plain_loss), ("prediction_step", self._plain_prediction)):
-            self.trainer.__dict__.pop(name, None)
-            if getattr(self.trainer, name) != plain:  # an instance's own method from before
-                setattr(self.trainer, name, plain)
+        give_methods_back(self.trainer, compute_loss=self._plain_loss, prediction_step=self._plain_prediction)

@@ -29,6 +29,7 @@ def check(
     if not (blocks or fused or chunked_loss or documents or step_in_backward or positions):
         raise ConflictError("attach", "no technique", instead="name at least one, for example recompute='all'")
     _trainer(trainer)
+    _checkpointed_dropout(trainer, model)
     if blocks:
         _recompute(trainer, structure, blocks)
     if fused:
@@ -59,6 +60,16 @@ def _trainer(trainer: Any) -> None:
             "torch_compile=True",
             "the compiler decides itself what is kept for backward, and does not see hooks or declarations",
             "torch_compile=False",
+        )
+
+
+def _checkpointed_dropout(trainer: Any, model: nn.Module) -> None:
+    if trainer.args.gradient_checkpointing and any(getattr(m.forward, "dropout", 0.0) for m in model.modules()):
+        raise ConflictError(
+            "attach to a model with a LoRA of skimp's that drops inputs",
+            "gradient_checkpointing=True",
+            "its second run, in backward, does not know its place in the step, by which the masks are addressed",
+            "gradient_checkpointing=False, and recompute='all' in its place",
         )
 
 

@@ -41,6 +41,12 @@ def extended(
         return None
     found = {m: _at(p, kept, recomputed) for m, p in moment_planes.items() if not absent(m, kept, recomputed)}
     fullest = max(found, key=lambda m: sum(found[m]))
+    first = corners[0]
+    operators = moments(
+        {place: (sum(shares), first.operators.get(place, "")) for place, shares in first.shares.items()},
+        *CORNERS[0],
+        size=lambda value: value[0],
+    )
     numbers = {name: _at(p, kept, recomputed)[0] for name, p in number_planes.items()}
     total = sum(found[fullest])
     seconds = plane([p.seconds for p in corners]).at(kept, recomputed)
@@ -49,7 +55,7 @@ def extended(
         total,
         dict(zip(CATEGORIES, found[fullest], strict=True)),
         *names[fullest],
-        corners[0].operators.get(fullest, ""),
+        operators[fullest][1],
     )
     return MemoryProfile(
         exact,

@@ -17,20 +17,12 @@ class Key:
         about: what the schema says of it, in one line.
         section: it holds keys of its own.
         choices: the values it takes by name, "true", "false" and "null" among them; empty where any value goes.
-        default: as in the schema; None also where there is none.
-        required: it has no default.
     """
 
     path: str
     about: str = ""
     section: bool = False
     choices: tuple[str, ...] = ()
-    default: Any = None
-    required: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.path.rpartition(".")[2]
 
     @property
     def above(self) -> str:
@@ -44,7 +36,6 @@ def keys(schema: Mapping[str, Any]) -> list[Key]:
 
 
 def _below(section: Mapping[str, Any], definitions: Mapping[str, Any], above: str) -> Iterator[Key]:
-    required = section.get("required", ())
     for name, value in section.get("properties", {}).items():
         inner = held_section(value, definitions)
         about = value.get("description") or (inner or {}).get("description", "")
@@ -54,8 +45,6 @@ def _below(section: Mapping[str, Any], definitions: Mapping[str, Any], above: st
             " ".join(about.split()),
             inner is not None,
             choices,
-            value.get("default"),
-            name in required,
         )
         if inner is not None:
             yield from _below(inner, definitions, f"{above}{name}.")

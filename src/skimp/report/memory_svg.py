@@ -143,12 +143,12 @@ def _peak(memory: StepMemory, xs: list[float], y: Scale) -> str:
 
 def _pointers(memory: StepMemory, xs: list[float]) -> list[str]:
     """Invisible columns that tell a pointer what is there: about 150 of them."""
-    every = max(1, len(xs) // 150)
+    every, top = max(1, len(xs) // 150), memory.top
     found = []
     for i in range(0, len(xs), every):
         end = xs[i + every] if i + every < len(xs) else RIGHT
-        fullest = max(range(i, min(i + every, len(xs))), key=lambda j: memory.top[j])
-        told = f"{memory.seconds[fullest]:.2f} s: {format_bytes(memory.top[fullest])}"
+        fullest = max(range(i, min(i + every, len(xs))), key=lambda j: top[j])
+        told = f"{memory.seconds[fullest]:.2f} s: {format_bytes(top[fullest])}"
         if memory.owners[fullest]:
             told += f" at {memory.owners[fullest]}"
         sizes = sorted(((sizes[fullest], name) for name, sizes in memory.layers), reverse=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-import skimp
+from skimp.core.child import child_environment
 
 #: Drawing takes a second or two; a machine that swaps gets its time.
 PATIENCE = 120.0
@@ -20,8 +19,6 @@ def make(folder: Path) -> list[str]:
         Sentences for a person: what was made; or that it was not, why, and the command that makes it again. Never
         raises for what the child does.
     """
-    package = str(Path(skimp.__file__).resolve().parent.parent)
-    path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH")) if p)
     try:
         done = subprocess.run(
             [sys.executable, "-m", "skimp.report", str(folder)],
@@ -29,7 +26,7 @@ def make(folder: Path) -> list[str]:
             check=False,
             timeout=PATIENCE,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path, "MPLBACKEND": "Agg"},
+            env=child_environment(MPLBACKEND="Agg"),
             start_new_session=True,
         )
     except (OSError, subprocess.TimeoutExpired) as error:

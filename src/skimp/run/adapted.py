@@ -17,7 +17,7 @@ from skimp.adapters.lora import A, B
 from skimp.adapters.merge import add_product
 from skimp.adapters.spec import Spec as Addition
 from skimp.core.errors import CheckpointError
-from skimp.run.base import checksum
+from skimp.run.base import checksum, line
 from skimp.run.skeleton import skeleton
 from skimp.run.stored import Stored, names_for
 from skimp.run.tensor_bytes import Spec, Staging
@@ -109,7 +109,7 @@ class AdaptedTensors:
             return
         digest = hashlib.sha256()
         for name, parameter in self._model.named_parameters():
-            digest.update(f"{name} {self.dtype} {tuple(parameter.shape)} {self._sums[name]:08x}\n".encode())
+            digest.update(line(name, self.dtype, parameter.shape, self._sums[name]))
         found = digest.hexdigest()[:16]
         if found != self.expected:
             raise CheckpointError(

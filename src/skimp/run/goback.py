@@ -52,7 +52,8 @@ class GoBack:
             words = "the beginning: nothing was saved yet"
             self._begin(loop.run)
             loop.stream.load_state_dict(self.first)
-            vars(state).update(vars(type(state)(eval_before=state.eval_before, samples=state.samples)))
+            kept = {key: getattr(state, key) for key in ("eval_before", "eval_losses", "samples")}
+            vars(state).update(vars(type(state)(**kept)))
         else:
             with open_newest(loop.folder.checkpoints, self.say, whole=True) as saved:
                 words = saved.path.name

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -72,9 +71,3 @@ class GrowingCache(Cache):
         """Forget what comes after the first `positions`: another text goes on from there."""
         for layer in self._growing:
             layer.keep(positions)
-
-
-def bytes_per_token(structure: Any, dtype: torch.dtype) -> int:
-    """Bytes of one more position: keys and values of every block."""
-    blocks = len(structure.blocks)
-    return int(2 * blocks * structure.kv_heads * structure.head_dim * dtype.itemsize)

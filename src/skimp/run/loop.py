@@ -194,12 +194,10 @@ class Loop:
         self._spike(result.loss)
 
     def _tracked(self) -> bool:
-        """The second step of a process is watched by the tracker; the only one, when there is no second; and the next
-        one after a rebuild, which nothing has measured yet."""
+        """The second step of a process, or after a rebuild, is watched by the tracker; the only one, when there is no
+        second."""
         done = self.state.step - self._started
-        if done > 1:
-            return not self.state.measured_peak
-        return done == 1 or self.state.step + 1 >= self.schedule.steps
+        return done == 1 or (done == 0 and self.state.step + 1 >= self.schedule.steps)
 
     def _watched(self, batch: Any) -> Any:
         timeline = Timeline(CATEGORIES, resident=resident_reader())
@@ -256,8 +254,8 @@ class Loop:
             state.stopped = "early stop"
 
     def _save(self, stop: StopRequest, best: bool = False) -> None:
-        """Save the present step, unless it is saved already."""
-        if self._saved != self.state.step:
+        """Save the present step, unless it is saved already; as the best one again, for its mark."""
+        if best or self._saved != self.state.step:
             self.folder.vitals.beat("save", self.state.step)
             stop.last_checkpoint = self.alive(lambda: self.saver.save(self, best))
             self._saved = self.state.step

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import skimp
+from skimp.core.child import child_environment
 from skimp.core.errors import ModelError
 from skimp.core.read import read
 from skimp.run.build import Run
@@ -27,14 +25,12 @@ def in_child(tokenizer: str, request: dict[str, Any]) -> Any:
     Raises:
         ModelError: the tokenizer cannot be read, or the child died; with its last words.
     """
-    package = str(Path(skimp.__file__).resolve().parent.parent)
-    path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH")) if p)
     done = subprocess.run(
         [sys.executable, "-m", "skimp.data.text", tokenizer],
         input=json.dumps(request).encode(),
         capture_output=True,
         check=False,
-        env={**os.environ, "PYTHONPATH": path},
+        env=child_environment(),
         start_new_session=True,  # Ctrl-C asks the loop to stop; it must not kill this child
     )
     if done.returncode:

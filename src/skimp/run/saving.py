@@ -174,6 +174,7 @@ def restore_place(saved: Checkpoint, recipe: Any, stream: Any, state: State) -> 
     stream.load_state_dict(saved.meta["data"])
     for key, value in saved.meta["loop"].items():
         setattr(state, key, value)
+    state.stopped = ""  # it goes on from there
     return differences(saved.meta["environment"], environment())
 
 

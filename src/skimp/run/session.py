@@ -177,7 +177,6 @@ def train(
             saved = stack.enter_context(open_newest(folder.checkpoints, voice.say, whole=True))
             for sentence in restore_place(saved, recipe, stream, state):
                 voice.say(sentence)
-            state.stopped = ""
             truncate_jsonl(folder.metrics, state.step)
             truncate_jsonl(folder.evals, state.step)
             voice.say(f"resumed from {saved.path} at step {state.step}")

@@ -2,9 +2,9 @@
 
 A training step calls a few hundred distinct operators tens of thousands of times. torch keeps a cache of them too, but
 builds its key from every property a tensor may have, which takes four fifths of a simulation. Here the key is what a
-dense simulated tensor is: shape, strides, offset, dtype and how far its storage reaches; what is anything else (a
-constant's value is known, another layout, a real tensor among simulated ones) goes to torch. Remembered is of each
-output whether it *is* an argument (in-place operators), a view of one, or a new tensor.
+dense simulated tensor is: shape, strides, offset and dtype, and whether it was an argument before. What is anything
+else (a constant's value is known, another layout, a real tensor among simulated ones) goes to torch. Remembered is of
+each output whether it *is* an argument (in-place operators), a view of one, or a new tensor.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _described(values: Any, tensors: list[FakeTensor]) -> tuple[Any, ...]:
         if kind is FakeTensor:
             if value.constant is not None or value.layout is not torch.strided:
                 raise _Unknown
-            # Two arguments over one storage are told apart from two over two by where the first such one was.
+            # One tensor given twice is another question than two that are alike.
             first = next((i for i, t in enumerate(tensors) if t is value), len(tensors))
             tensors.append(value)
             found.append(

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from skimp.core.errors import SkimpError
+from skimp.core.memory.room import field
 from skimp.core.units import format_bytes
 from skimp.recipe.host import host_budget
 from skimp.run.doctor.finding import Finding
@@ -100,7 +101,7 @@ def _memory(root: Path) -> Finding:
         here = host_budget(root)
     except SkimpError as error:
         return Finding("machine", "memory", error.found, "note", error.instead[0])
-    total = _meminfo(root, "MemTotal")
+    total = _meminfo(root, "MemTotal:")
     of = f" of {format_bytes(total)}" if total else ""
     facts = {"room_bytes": here.bytes, "total_bytes": total}
     value = f"{format_bytes(here.bytes)}{of} for a run now: {here.why}"
@@ -110,7 +111,7 @@ def _memory(root: Path) -> Finding:
 
 
 def _swap(root: Path) -> Iterator[Finding]:
-    total, free = _meminfo(root, "SwapTotal"), _meminfo(root, "SwapFree")
+    total, free = _meminfo(root, "SwapTotal:"), _meminfo(root, "SwapFree:")
     if total and free is not None and total - free > 0.1 * total:
         text = f"{format_bytes(total - free)} of {format_bytes(total)} in use: a run that swaps is slow, and not killed"
         yield Finding("machine", "swap", text, "note", "end other programs, or lower `budget`")
@@ -156,11 +157,8 @@ def _mappings(root: Path) -> Iterator[Finding]:
 
 
 def _meminfo(root: Path, key: str) -> int | None:
-    with suppress(OSError):
-        for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith(f"{key}:"):
-                return int(line.split()[1]) * 1024
-    return None
+    found = field(root / "proc/meminfo", key)
+    return None if found is None else found * 1024
 
 
 def _disk(name: str, folder: Path) -> Finding:

@@ -32,7 +32,7 @@ class Metrics:
         loss, memory: of that line; memory in bytes.
         after: steps behind the newest complete checkpoint, and the seconds they took.
         seconds: mean of the last ten steps.
-        early, late: resident bytes in the third step of the file and in the last.
+        early: resident bytes in the third step of the file.
         torn: the last line is cut, as a death or a full disk leaves it.
         notes: the last three of what the run went on after, such as a step that was refused memory.
     """

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import skimp
+from skimp.core.child import child_environment
 from skimp.core.errors import RecipeError
 from skimp.run.voice import Progress, Voice
 
@@ -84,15 +84,13 @@ class Loggers:
 
     def __init__(self, folder: Path, wanted: Mapping[str, Any], config: dict[str, Any], voice: Voice) -> None:
         self.folder, self.wanted, self.voice = folder, wanted, voice
-        package = str(Path(skimp.__file__).resolve().parent.parent)
-        path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH")) if p)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - read when the child has ended
         self._child = subprocess.Popen(
             [sys.executable, "-m", "skimp.run.loggers"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**os.environ, "PYTHONPATH": path},
+            env=child_environment(),
             start_new_session=True,  # Ctrl-C asks the loop to stop; the child still has its last rows to tell
         )
         assert self._child.stdin is not None

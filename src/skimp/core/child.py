@@ -1,0 +1,13 @@
+"""The environment of a Python child process that runs a module of this skimp, installed or not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def child_environment(**more: str) -> dict[str, str]:
+    """This process's environment with this very package first on the child's path, and `more`."""
+    package = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH")) if p)
+    return {**os.environ, "PYTHONPATH": path, **more}
