@@ -13,7 +13,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from skimp.core.registry import Facts, methods
+from skimp.core.registry import Facts, alternatives, methods
 from skimp.core.source import docstring
 from skimp.recipe.keys import held_section
 
@@ -102,14 +102,16 @@ def pairs_page(known: Mapping[str, Facts]) -> str:
     refused = {
         (a, b): c for a, b in combinations(names, 2) if (c := known[a].conflicts.get(b) or known[b].conflicts.get(a))
     }
-    count = len(names) * (len(names) - 1) // 2
+    either = {pair for pair in combinations(names, 2) if alternatives(*pair)}
+    count = len(names) * (len(names) - 1) // 2 - len(either)
     lines = [
         "# What goes with what",
         "",
         "Each ✓ is a run of the test suite: three steps on a CPU with both methods switched on, each held to its "
         "effect and both to the losses of the run without the exact ones (`tests/contract/test_contract_pairs.py`; "
         f"`make test-all` runs all of them). Of {count} pairs {len(refused)} are refused, each for a reason of "
-        "mathematics; a ✗ leads to it. Columns are numbered as rows.",
+        "mathematics; a ✗ leads to it. *or* stands between two values of one key, such as two update rules: a recipe "
+        "names one of them. Columns are numbered as rows.",
         "",
         "| # | method | " + " | ".join(str(number[name]) for name in names) + " |",
         "|---|---|" + ":-:|" * len(names),
@@ -118,7 +120,15 @@ def pairs_page(known: Mapping[str, Facts]) -> str:
         cells = []
         for other in names:
             pair = (min(one, other), max(one, other))
-            cells.append("·" if one == other else f"[✗](#{pair[0]}-with-{pair[1]})" if pair in refused else "✓")
+            cells.append(
+                "·"
+                if one == other
+                else "or"
+                if pair in either
+                else f"[✗](#{pair[0]}-with-{pair[1]})"
+                if pair in refused
+                else "✓"
+            )
         lines.append(f"| {number[one]} | {link(one, known)} | " + " | ".join(cells) + " |")
     for (one, other), conflict in refused.items():
         lines += ["", f"### {one} with {other} {{ #{one}-with-{other} }}", ""]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from itertools import combinations
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from skimp.core.registry import Conflict, Facts, Paper, methods
+from skimp.core.registry import Conflict, Facts, Paper, alternatives, methods
 from skimp.recipe import json_schema, load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -120,7 +121,9 @@ def test_the_pair_matrix_shows_every_refusal_from_both_sides(gen: ModuleType) ->
     assert len(rows) == len(known)
     refused = {frozenset((name, other)) for name, facts in known.items() for other in facts.conflicts}
     assert sum(row.count("✗") for row in rows) == 2 * len(refused) > 0
-    assert sum(row.count("✓") for row in rows) == len(known) * (len(known) - 1) - 2 * len(refused)
+    either = [pair for pair in combinations(sorted(known), 2) if alternatives(*pair)]
+    assert sum(row.count("| or ") for row in rows) == 2 * len(either) > 0
+    assert sum(row.count("✓") for row in rows) == len(known) * (len(known) - 1) - 2 * len(refused) - 2 * len(either)
     for name, facts in known.items():
         for other, conflict in facts.conflicts.items():
             anchor = "-with-".join(sorted((name, other)))

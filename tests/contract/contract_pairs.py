@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from contract_rows import BLOCKS, PACKED, Technique, batch_of, make_run, state_tensors
 
-from skimp.core.registry import conflict_of, load, methods
+from skimp.core.registry import alternatives, conflict_of, load, methods
 from skimp.run.build import Run, techniques
 from skimp.run.effect import Effect
 
@@ -80,7 +80,8 @@ BESIDE: dict[frozenset[str], Technique] = {
 #: Pairs whose both sides no recipe key switches on together; a plain loop does.
 IN_A_LOOP: dict[frozenset[str], dict[str, Any]] = {frozenset(("adamw-bf16", "float32")): {"states": "fp32"}}
 
-PAIRS = list(combinations(sorted(methods()), 2))
+#: Two values of one key (two update rules) are alternatives: no recipe can ask for both.
+PAIRS = [pair for pair in combinations(sorted(methods()), 2) if not alternatives(*pair)]
 REFUSED = [pair for pair in PAIRS if conflict_of(*pair) is not None]
 RUN = [pair for pair in PAIRS if pair not in REFUSED]
 

@@ -26,9 +26,12 @@ from skimp.core.registry import check_together, conflict_of, methods
 from skimp.kernels.native import library
 from skimp.run.build import Run
 
-#: A walk through all methods and back again: each meets two others.
+#: A walk through all methods and back again: each meets the next one it can run with, three places on.
 _NAMES = sorted(methods())
-_WALK = {tuple(sorted(pair)) for pair in zip(_NAMES, [*_NAMES[3:], *_NAMES[:3]], strict=True)}
+_WALK = {
+    next(pair for k in range(3, len(_NAMES)) if (pair := tuple(sorted((name, (_NAMES * 2)[i + k])))) in RUN)
+    for i, name in enumerate(_NAMES)
+}
 FAST = [pair for pair in RUN if pair in _WALK or frozenset(pair) in {*BESIDE, *IN_A_LOOP}]
 SLOW = [pair for pair in RUN if pair not in FAST]
 
@@ -73,6 +76,11 @@ def test_pair_of_the_whole_matrix(pair: tuple[str, str]) -> None:
 def test_every_method_can_be_switched_on() -> None:
     assert set(methods()) <= set(SWITCHES), "a new method: say in SWITCHES how it is switched on"
     assert {name for pair in FAST for name in pair} == set(methods())
+
+
+def test_two_rules_are_alternatives_and_refused_with_a_way_out() -> None:
+    with pytest.raises(ConflictError, match=r"a parameter moves once a step"):
+        check_together(["adamw8bit", "recompute", "adamw"])
 
 
 def test_refusals_are_few() -> None:

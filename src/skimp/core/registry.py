@@ -32,6 +32,19 @@ Attacks = Literal["weights", "gradients", "optimizer", "activations", "logits", 
 #: Kinds that have a key of the recipe to themselves, whose value is the method's name.
 _SECTIONS: dict[str, str] = {"update rule": "optimizer", "adapter": "adapter"}
 
+#: Why two values of one such key are alternatives and no pair: never a refusal of anything a recipe can say.
+_ALTERNATIVES: dict[str, tuple[str, str]] = {
+    "update rule": (
+        "a parameter moves once a step: two rules would add their moves, and the moments of each would describe a "
+        "path that was never taken",
+        "one rule, or each rule for parameters of its own",
+    ),
+    "adapter": (
+        "both would take the same layers' weight, and each be trained against a base the other changes",
+        "one adapter, merged before the next is begun",
+    ),
+}
+
 #: The rooms that may hold methods. A new room is one more name here.
 ROOMS = ("optim", "adapters", "activations", "losses", "steps", "data", "kernels", "core.codecs")
 
@@ -166,4 +179,11 @@ def check_together(names: list[str]) -> None:
 
 def conflict_of(one: str, other: str) -> Conflict | None:
     """Why two methods cannot go together, whichever of them says so; None where they can."""
+    if alternatives(one, other):
+        return Conflict(*_ALTERNATIVES[facts(one).kind])
     return facts(one).conflicts.get(other) or facts(other).conflicts.get(one)
+
+
+def alternatives(one: str, other: str) -> bool:
+    """Whether the two are values of one key of the recipe, so that no recipe can ask for both."""
+    return facts(one).kind == facts(other).kind and facts(one).kind in _ALTERNATIVES

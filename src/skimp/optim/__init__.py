@@ -7,12 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from skimp.core.registry import Conflict, Facts, Paper
 
-_ONE_RULE = Conflict(
-    "a parameter moves once a step: two rules would add their moves, and the moments of each would describe a path "
-    "that was never taken",
-    "one rule, or each rule for parameters of its own",
-)
-
 FACTS: list[Facts] = [
     Facts(
         name="adamw",
@@ -24,8 +18,6 @@ FACTS: list[Facts] = [
         saves="8 bytes of state per parameter, no temporaries",
         paper=Paper("Decoupled Weight Decay Regularization", 2017, "1711.05101"),
         conflicts={
-            "adamw8bit": _ONE_RULE,
-            "adamw-bf16": _ONE_RULE,
             "bf16": Conflict(
                 "rounding to nearest loses every update below the weight's step (bfloat16: 0.4 % of the weight)",
                 "adamw-bf16, which rounds at random so that the mean is kept; or adamw8bit, which does too",
@@ -45,7 +37,6 @@ FACTS: list[Facts] = [
         exact=False,
         saves="2 + 8/256 = 2.03 bytes of state per parameter instead of 8",
         paper=Paper("8-bit Optimizers via Block-wise Quantization", 2021, "2110.02861"),
-        conflicts={"adamw-bf16": _ONE_RULE},
     ),
     Facts(
         name="adamw-bf16",
