@@ -165,6 +165,10 @@ def method_page(facts: Facts, known: Mapping[str, Facts]) -> str:
         lines.append("Every other method.")
     if facts.snippet:
         lines += ["", "## In a recipe", "", "```yaml", facts.snippet, "```"]
+    if facts.options:
+        lines += ["", "## Options", "", "| key | takes | default | effect |", "|---|---|---|---|"]
+        for key, option in facts.options.items():
+            lines.append(f"| `{key}` | {cell(option.takes)} | `{literal(option.default)}` | {cell(option.about)} |")
     lines += ["", "## From Python", "", "```python", import_line(facts.where), "```"]
     attached = IN_TRAINER.get(facts.name)
     if facts.kind == "update rule":

@@ -77,6 +77,6 @@ def test_promised_bytes_at_two_thread_counts_and_more_sizes(technique: str, styl
 @pytest.mark.parametrize("style", ["llama-tied", "gpt2"])
 def test_state_bytes_formula_is_what_is_allocated(technique: str, style: str) -> None:
     run = make_run(technique, style)
-    planned = sum(run.optimizer.state_bytes(p.shape, p.dtype) for _, p in run.parameters())
+    planned = sum(run.optimizer.bytes_of(p) for _, p in run.parameters())
     assert planned == sum(t.untyped_storage().nbytes() for t in state_tensors(run)) > 0
     assert planned == sum(row.state_bytes for row in run.optimizer.table())

@@ -113,7 +113,7 @@ def test_state_bytes_are_what_is_allocated_and_what_is_simulated(rule):
     ]
     for name, p in model.named_parameters():
         held = sum(t.untyped_storage().nbytes() for t in optimizer.state[p].values() if isinstance(t, torch.Tensor))
-        assert held == optimizer.state_bytes(p.shape, p.dtype) == rows[name].state_bytes
+        assert held == optimizer.bytes_of(p) == rows[name].state_bytes
         assert rows[name].weight_decay == (0.1 if p.ndim > 1 else 0.0)
         assert rows[name].lr == 1e-2
 

@@ -34,6 +34,13 @@ def page(f: Facts, known: Mapping[str, Facts], screen: Any) -> None:
     if f.snippet:
         screen.print(Text("in a recipe", "bold"))
         screen.print(Text(f"  {f.snippet}"), soft_wrap=True)
+    if f.options:
+        screen.print(Text("options", "bold"))
+        rows = grid(screen.width, max(len(key) for key in f.options), mark=False)
+        for key, option in f.options.items():
+            default = "null" if option.default is None else str(option.default)
+            rows.add_row(Text(key, "cyan"), Text(f"{option.takes}; {default}. {option.about}"))
+        screen.print(rows)
     screen.print(Text("from Python", "bold"))
     module, _, name = f.where.partition(":")
     screen.print(Text(f"  from {module} import {name}"), soft_wrap=True)

@@ -14,6 +14,7 @@ from itertools import combinations
 from typing import Any, Literal
 
 from skimp.core.errors import ConflictError, SkimpError, did_you_mean
+from skimp.core.option import Option
 
 Kind = Literal[
     "update rule",
@@ -86,6 +87,7 @@ class Facts:
         conflicts: other method names it cannot go with.
         where: "module:object" with the code.
         recipe: the lines of a recipe that switch it on; empty takes the kind's own (`snippet`).
+        options: keys of its own beside `name`, with their defaults; a recipe refuses every other.
     """
 
     name: str
@@ -100,6 +102,7 @@ class Facts:
     needs: tuple[str, ...] = ()
     conflicts: Mapping[str, Conflict] = field(default_factory=dict)
     recipe: str = ""
+    options: Mapping[str, Option] = field(default_factory=dict)
 
     @property
     def snippet(self) -> str:
@@ -120,6 +123,7 @@ class Facts:
             "needs": list(self.needs),
             "conflicts": {k: {"reason": c.reason, "instead": c.instead} for k, c in self.conflicts.items()},
             "recipe": self.snippet,
+            "options": {key: {"default": o.default, "about": o.about} for key, o in self.options.items()},
             "where": self.where,
         }
 

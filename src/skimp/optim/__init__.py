@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from skimp.core.option import ADAM
 from skimp.core.registry import Conflict, Facts, Paper
 
 FACTS: list[Facts] = [
@@ -16,6 +17,7 @@ FACTS: list[Facts] = [
         attacks=(),
         exact=True,
         saves="8 bytes of state per parameter, no temporaries",
+        options=ADAM,
         paper=Paper("Decoupled Weight Decay Regularization", 2017, "1711.05101"),
         conflicts={
             "bf16": Conflict(
@@ -37,6 +39,7 @@ FACTS: list[Facts] = [
         exact=False,
         saves="2 + 8/256 = 2.03 bytes of state per parameter instead of 8",
         paper=Paper("8-bit Optimizers via Block-wise Quantization", 2021, "2110.02861"),
+        options=ADAM,
     ),
     Facts(
         name="adamw-bf16",
@@ -48,6 +51,7 @@ FACTS: list[Facts] = [
         saves="8 bytes per parameter (weight 2, gradient 2, states 4) instead of 16",
         paper=Paper("Revisiting BFloat16 Training", 2020, "2010.06192"),
         needs=("bf16 parameters: model.to(torch.bfloat16)",),
+        options=ADAM,
         conflicts={
             "dynamic8": Conflict(
                 "its moments are bfloat16 or float32, rounded at random; coded in blocks they are another rule's",
@@ -64,6 +68,8 @@ _HOMES = {
     "UpdateRule": "base",
     "adamw_reference": "adamw",
     "decay_groups": "groups",
+    "role_groups": "groups",
+    "roles": "roles",
     "state_key": "state",
 }
 
@@ -75,6 +81,8 @@ __all__ = [
     "UpdateRule",
     "adamw_reference",
     "decay_groups",
+    "role_groups",
+    "roles",
     "state_key",
 ]
 
@@ -83,7 +91,8 @@ if TYPE_CHECKING:
     from skimp.optim.adamw8bit import AdamW8bit
     from skimp.optim.adamw_bf16 import AdamWBF16
     from skimp.optim.base import UpdateRule
-    from skimp.optim.groups import decay_groups
+    from skimp.optim.groups import decay_groups, role_groups
+    from skimp.optim.roles import roles
     from skimp.optim.state import state_key
 
 

@@ -48,12 +48,15 @@ class UpdateRule(torch.optim.Optimizer):
         locality: what an update of one element depends on: "element", "row" or "matrix".
         state_placement: where state lives, given where the parameter lives.
         block: neighbouring numbers that share an entry of a state which is not shaped like the parameter.
+        by_role: it treats roles unlike (hidden matrices, embeddings, head, vectors); its groups then carry "role",
+            as `skimp.optim.role_groups` makes them.
     """
 
     rule: ClassVar[str]
     locality: ClassVar[Literal["element", "row", "matrix"]] = "element"
     state_placement: ClassVar[str] = "like parameter"
     block: ClassVar[int] = 1
+    by_role: ClassVar[bool] = False
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._where: dict[Tensor, tuple[int, int]] = {}
@@ -87,6 +90,18 @@ class UpdateRule(torch.optim.Optimizer):
                 "states follow the row-major order, and a hidden copy would cost the parameter's bytes",
                 "make it contiguous before the optimizer: p.data = p.data.contiguous()",
             )
+
+    def part_spec(self, p: Tensor) -> Spec:
+        """`state_spec` of the part of `p` that the fullest process holds; rules that go by name or role say it here."""
+        return self.state_spec(largest_part(p), p.dtype, p.numel())
+
+    def block_of(self, p: Tensor) -> int:
+        """Neighbouring numbers of `p` that share an entry of a state which is not shaped like it."""
+        return self.block
+
+    def locality_of(self, p: Tensor) -> str:
+        """What an update of one element of `p` depends on."""
+        return self.locality
 
     # ---- one step
 
@@ -123,6 +138,8 @@ class UpdateRule(torch.optim.Optimizer):
                 f"{grad.layout} of shape {tuple(grad.shape)}",
                 instead="for an embedding with sparse=True, switch that off",
             )
+        if is_sharded(p):
+            self._check_shard(p)
         state = self.init_state(p)
         state["step"] += 1
         if not is_sharded(p):
@@ -132,10 +149,24 @@ class UpdateRule(torch.optim.Optimizer):
             part = part_of(self.name_of(p), p)
             self.update(local(p), self._local_gradient(p, grad), self._local_state(p, state), group, part)
 
+    def _check_shard(self, p: Tensor) -> None:
+        """Refuse a shard of what is updated as a whole.
+
+        Raises:
+            SkimpError: with what it would cost elsewhere.
+        """
+        if self.locality_of(p) == "matrix" and largest_part(p) != tuple(p.shape):
+            raise SkimpError(
+                f"{self.rule} on the sharded parameter '{self.name_of(p)}'",
+                f"{largest_part(p)} of {tuple(p.shape)} here",
+                "its update is a function of the whole tensor; on a part it would be another rule",
+                ("replicate it (no sharding)", f"adamw8bit: {2 * p.numel():,} bytes of state, element by element"),
+            )
+
     def _local_state(self, p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         part = largest_part(p)
         here: dict[str, Any] = {"step": state["step"]}
-        for key, (shape, _) in self.state_spec(part, p.dtype, p.numel()).items():
+        for key, (shape, _) in self.part_spec(p).items():
             here[key] = local(state[key]) if shape == part else local(state[key]).view(shape)
         return here
 
@@ -157,29 +188,27 @@ class UpdateRule(torch.optim.Optimizer):
         if "step" not in state:
             state["step"] = 0
             part = largest_part(p)
-            for key, (shape, dtype) in self.state_spec(part, p.dtype, p.numel()).items():
+            for key, (shape, dtype) in self.part_spec(p).items():
                 # Like the parameter, so that the state of a sharded parameter is sharded as it is. Anything else
                 # (block maxima) belongs to a part, and is as long on every process as on the fullest.
                 state[key] = (
                     torch.zeros_like(p, dtype=dtype, requires_grad=False)
                     if tuple(shape) == part
-                    else zeros_beside(shape, p, self.block, dtype)
+                    else zeros_beside(shape, p, self.block_of(p), dtype)
                 )
         return state
 
     def spec_of(self, p: Tensor) -> Spec:
         """Shape and dtype of every state tensor of `p`; of a sharded parameter the global shapes."""
         part = largest_part(p)
-        spec = self.state_spec(part, p.dtype, p.numel())
         return {
-            key: (tuple(p.shape) if shape == part else beside(shape, p, self.block), dtype)
-            for key, (shape, dtype) in spec.items()
+            key: (tuple(p.shape) if shape == part else beside(shape, p, self.block_of(p)), dtype)
+            for key, (shape, dtype) in self.part_spec(p).items()
         }
 
     def bytes_of(self, p: Tensor) -> int:
         """Bytes of state of `p` on this process, at most: of a sharded parameter those of the fullest process."""
-        spec = self.state_spec(largest_part(p), p.dtype, p.numel())
-        return sum(state_nbytes(size, kind) for size, kind in spec.values())
+        return sum(state_nbytes(size, kind) for size, kind in self.part_spec(p).values())
 
     def init_states(self) -> None:
         """Allocate the state of all parameters now instead of in the first step."""

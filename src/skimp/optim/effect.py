@@ -15,6 +15,9 @@ from skimp.optim.options import lr_of
 if TYPE_CHECKING:
     from skimp.optim.base import UpdateRule
 
+#: States that are not all zero once a gradient came, the surest first.
+MOMENTS = ("m_absmax", "m", "v_absmax", "v", "rows")
+
 
 def assert_effect(rule: UpdateRule, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
     """Hold the first optimizer step to its promise.
@@ -47,7 +50,8 @@ def assert_effect(rule: UpdateRule, before: Mapping[str, Tensor], after: Mapping
 
 def _should_move(rule: UpdateRule, p: Tensor) -> bool:
     """A non-zero first moment after the step means that a gradient came."""
-    moment = rule.state[p].get("m_absmax", rule.state[p].get("m"))
+    state = rule.state[p]
+    moment = next((state[key] for key in MOMENTS if key in state), None)
     return lr_of(rule.group_of(p)) != 0.0 and moment is not None and read(local(moment).count_nonzero(), expect=1.0) > 0
 
 

@@ -100,7 +100,7 @@ def _changed(recipe: Any, change: dict[str, Any]) -> Any | None:
         update["adapter"] = Adapter.model_validate(change["adapter"])
     if "optimizer" in change:
         if recipe.optimizer.name != change["optimizer"]:
-            update["optimizer"] = recipe.optimizer.model_copy(update={"name": change["optimizer"]})
+            update["optimizer"] = recipe.optimizer.renamed(change["optimizer"])
         elif "precision" not in change:
             return None
     if "precision" in change:

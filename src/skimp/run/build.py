@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from skimp.core.registry import check_together, load
 from skimp.core.structure import TESTED_FAMILIES, Structure, read_structure, trainable
 from skimp.kernels.apply import Fused
 from skimp.kernels.native import library
-from skimp.optim.groups import decay_groups
+from skimp.optim.groups import decay_groups, role_groups
+from skimp.optim.roles import roles
 from skimp.run.adapt import adapt
 from skimp.run.head import Head
 from skimp.run.skeleton import materialise, simulate_tensors, skeleton
@@ -187,7 +189,7 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
     recompute = _recompute(model, structure, exact)
     _name_blocks(model, structure)
     named = list(trainable(model))
-    optimizer = make_optimizer(recipe, named)
+    optimizer = make_optimizer(recipe, named, model, structure)
     weights = (
         {f"{structure.head}.weight", f"{structure.embedding}.weight"}
         if structure.tied
@@ -286,17 +288,17 @@ def check_path(model: nn.Module, structure: Structure) -> None:
         )
 
 
-def make_optimizer(recipe: Any, named: Sequence[tuple[str, nn.Parameter]]) -> Any:
-    """The recipe's update rule over its decay groups."""
+def make_optimizer(
+    recipe: Any, named: Sequence[tuple[str, nn.Parameter]], model: nn.Module, structure: Structure
+) -> Any:
+    """The recipe's update rule over its decay groups, cut further by role where the rule treats roles unlike."""
     rule = load(rule_name(recipe), "update rule")
-    options: dict[str, Any] = {
-        "lr": recipe.train.lr,
-        "betas": tuple(recipe.optimizer.betas),
-        "eps": recipe.optimizer.eps,
-    }
-    if recipe.precision == "bf16" and rule_name(recipe) != "adamw":
+    options: dict[str, Any] = {"lr": recipe.train.lr, **recipe.optimizer.options()}
+    if "seed" in signature(rule).parameters:
         options["seed"] = recipe.train.seed
-    optimizer = rule(decay_groups(named, recipe.train.weight_decay), **options)
+    decay = recipe.train.weight_decay
+    groups = role_groups(named, decay, roles(model, structure)) if rule.by_role else decay_groups(named, decay)
+    optimizer = rule(groups, **options)
     for _, parameter in named:
         optimizer.init_state(parameter)
     return optimizer

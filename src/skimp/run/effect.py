@@ -136,7 +136,7 @@ def _states(run: Run) -> None:
     for name, parameter in run.delivery.parameters.items():
         state = rule.state.get(parameter) or {}
         found = sum(v.untyped_storage().nbytes() for v in state.values() if isinstance(v, Tensor))
-        planned = rule.state_bytes(parameter.shape, parameter.dtype)
+        planned = rule.bytes_of(parameter)
         if found != planned:
             raise EffectError(
                 f"optimizer '{run.recipe.optimizer.name}': {planned:,} bytes of state for {name}",
