@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from skimp.core import registry
+from skimp.core.option import ADAM
 from skimp.core.registry import Facts
 
 
@@ -14,7 +15,7 @@ def known_rules(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if "real_rules" in request.fixturenames:
         return
     rules = {
-        name: Facts(name, "update rule", "a rule", "nowhere:Rule", ("optimizer",), True)
+        name: Facts(name, "update rule", "a rule", "nowhere:Rule", ("optimizer",), True, options=ADAM)
         for name in ("adamw", "adamw8bit")
     }
     monkeypatch.setattr(registry, "_methods", rules)

@@ -79,7 +79,7 @@ def refusal(raw: dict[str, Any], *overrides: str) -> str:
         ("budget={cpu: 1GB}", ["budget.cpu: no such key"]),
         ("optimizer=adam8bit", ["optimizer.name: an update rule", "did you mean 'adamw8bit'"]),
         ("optimizer.betas=[0.9]", ["optimizer.betas", "[0.9]"]),
-        ("optimizer.betas=[0.9, 1.0]", ["optimizer.betas[1]: a number below 1"]),
+        ("optimizer.betas=[0.9, 1.0]", ["optimizer.betas[1]: a number at least 0 and below 1"]),
         ("exact.recompute=nome", ["exact.recompute: none, all, a number of blocks", "did you mean 'none'?"]),
         ("exact.recompute=-1", ["exact.recompute: none, all", "keep every activation"]),
         ("exact.recompute=[0, -1]", ["exact.recompute: none, all", "block indices start at 0"]),

@@ -160,3 +160,9 @@ def test_reading_a_recipe_imports_neither_torch_nor_transformers() -> None:
 def test_the_default_update_rule_exists(raw: dict[str, Any]) -> None:
     assert load_recipe(raw).optimizer.name == "adamw"
     assert load_recipe({**raw, "optimizer": "adamw8bit"}).optimizer.betas == (0.9, 0.999)
+
+
+def test_keys_of_a_rule_are_filled_from_the_rule_and_dropped_with_it(raw: dict[str, Any], real_rules: None) -> None:
+    optimizer = load_recipe(raw, ["optimizer={name: adamw8bit, eps: 1e-6}"]).optimizer
+    assert optimizer.options() == {"betas": (0.9, 0.999), "eps": 1e-6}
+    assert optimizer.renamed("adamw").options() == {"betas": (0.9, 0.999), "eps": 1e-6}
