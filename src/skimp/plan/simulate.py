@@ -81,6 +81,7 @@ def simulate(
         tracker.reset_peak()
         for index in range(steps):
             meter.on = index == steps - 1
+            tracker.count = 0  # operators are numbered within their step, as a watched real step numbers them
             if timeline and meter.on:
                 tracker.timeline = Timeline(CATEGORIES)
             run.step(part)
