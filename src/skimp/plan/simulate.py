@@ -18,6 +18,7 @@ from skimp.core import attention
 from skimp.core.batch import Batch
 from skimp.core.exact import ExactChoices
 from skimp.core.lean import lean_imports
+from skimp.core.memory.remembered import Remembering
 from skimp.core.memory.timeline import Timeline
 from skimp.core.memory.tracker import CATEGORIES, Tracker, scope
 from skimp.core.repeat import shortened
@@ -66,7 +67,7 @@ def simulate(
             config["layer_types"] = config["layer_types"][:blocks]
     with lean_imports():  # its constructor asks the compiler for its settings
         mode = FakeTensorMode()
-    with attention.target(target):
+    with attention.target(target), Remembering():
         run = build(recipe, exact, config, simulate=mode)
     meter = CostMeter(rates)
     tracker = Tracker(host_rules=target == "cpu", observer=meter)

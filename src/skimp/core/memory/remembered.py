@@ -2,9 +2,10 @@
 
 A training step calls a few hundred distinct operators tens of thousands of times. torch keeps a cache of them too, but
 builds its key from every property a tensor may have, which takes four fifths of a simulation. Here the key is what a
-dense simulated tensor is: shape, strides, offset and dtype, and whether it was an argument before. What is anything
-else (a constant's value is known, another layout, a real tensor among simulated ones) goes to torch. Remembered is of
-each output whether it *is* an argument (in-place operators), a view of one, or a new tensor.
+dense simulated tensor is: shape, strides and dtype, and whether it was an argument before. What is anything else (a
+constant's value is known, another layout, a real tensor among simulated ones) goes to torch. Remembered is of each
+output whether it *is* an argument (in-place operators), a view of one, or a new tensor. Where in its storage an
+argument begins changes no answer but a view's, and that by as much; `as_strided` alone counts from the storage's start.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-#: One output: ("same", argument), ("view", argument, shape, strides, offset, dtype), ("new", shape, strides, dtype),
-#: or ("none",).
+from skimp.core.memory import simulated
+
+#: One output: ("same", argument), ("view", argument, shape, strides, offset from the argument's, dtype),
+#: ("new", shape, strides, dtype, device), or ("none",).
 _Output = tuple[Any, ...]
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+#: Views at a place of the storage, not of the argument: torch answers.
+_ABSOLUTE = ("aten::as_strided", "aten::set_")
 
 
 class _Unknown(Exception):
@@ -36,23 +42,53 @@ class Remembered:
         """`func(*args, **kwargs)` on simulated tensors, from memory where it is known."""
         tensors: list[FakeTensor] = []
         try:
-            key = (func, _described(args, tensors), _described_words(kwargs, tensors) if kwargs else None)
+            given = _described(args, tensors)
+            words = (tuple(kwargs), _described(kwargs.values(), tensors)) if kwargs else None
         except _Unknown:
             return func(*args, **kwargs)
-        if not tensors:
-            return func(*args, **kwargs)
+        if tensors:
+            mode = tensors[0].fake_mode
+            key = (func, given, words)
+        else:
+            # A tensor made from nothing is simulated if a mode says so; its dtype may be the default of the moment.
+            active = simulated.active_mode()
+            if active is None:
+                return func(*args, **kwargs)
+            mode, key = active, (func, given, words, torch.get_default_dtype())
         self.asked += 1
-        if key in self._answers:
-            known = self._answers[key]
-            if known is not None:
-                self.answered += 1
-                several, outputs = known
-                made = [_made(output, tensors) for output in outputs]
-                return tuple(made) if several else made[0]
+        known = self._answers.get(key, _NEVER)
+        if known is _NEVER:
+            out = func(*args, **kwargs)
+            self._answers[key] = _remember(func, out, tensors)
+            return out
+        if known is None:
             return func(*args, **kwargs)
-        out = func(*args, **kwargs)
-        self._answers[key] = _remember(func, out, tensors)
-        return out
+        self.answered += 1
+        several, outputs = known
+        if several:
+            return tuple([_made(output, tensors, mode) for output in outputs])
+        return _made(outputs[0], tensors, mode)
+
+
+#: Answers for all simulations of the process.
+memory = Remembered()
+
+
+class Remembering(TorchDispatchMode):
+    """Answers simulated operators from `memory`, for what is simulated without a tracker: a model that is built."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if FakeTensor in types or not types:
+            return memory.call(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+#: Stands for "never asked": None is the answer of what cannot be remembered.
+_NEVER: Any = object()
 
 
 def _described(values: Any, tensors: list[FakeTensor]) -> tuple[Any, ...]:
@@ -63,12 +99,8 @@ def _described(values: Any, tensors: list[FakeTensor]) -> tuple[Any, ...]:
         if kind is FakeTensor:
             if value.constant is not None or value.layout is not torch.strided:
                 raise _Unknown
-            # One tensor given twice is another question than two that are alike.
-            first = next((i for i, t in enumerate(tensors) if t is value), len(tensors))
+            found.append((value.shape, value.stride(), value.dtype, value._fake_device, _first(tensors, value)))
             tensors.append(value)
-            found.append(
-                (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device.type, first)
-            )
         elif kind in _PLAIN:
             found.append((kind, value))
         elif kind in (list, tuple, torch.Size):
@@ -78,14 +110,20 @@ def _described(values: Any, tensors: list[FakeTensor]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _described_words(kwargs: dict[str, Any], tensors: list[FakeTensor]) -> tuple[Any, ...]:
-    return (tuple(kwargs), _described(kwargs.values(), tensors))
+def _first(tensors: list[FakeTensor], value: FakeTensor) -> int | None:
+    """One tensor given twice is another question than two that are alike: where it was first given."""
+    for index, tensor in enumerate(tensors):
+        if tensor is value:
+            return index
+    return None
 
 
 def _remember(func: Any, out: Any, tensors: list[FakeTensor]) -> tuple[bool, tuple[_Output, ...]] | None:
     """How to make `out` again from the arguments; None when that cannot be told."""
+    if not func._schema.returns and out is None:
+        return False, (("none",),)
     several = isinstance(out, (tuple, list))
-    if isinstance(out, list):
+    if isinstance(out, list) or func._schema.name.startswith(_ABSOLUTE):
         return None
     outputs: list[_Output] = []
     storages = {t.untyped_storage()._cdata: i for i, t in reversed(list(enumerate(tensors)))}
@@ -102,8 +140,12 @@ def _remember(func: Any, out: Any, tensors: list[FakeTensor]) -> tuple[bool, tup
         if same is not None:
             outputs.append(("same", same))
         elif storage._cdata in storages:
-            offset = value.storage_offset()
-            outputs.append(("view", storages[storage._cdata], shape, strides, offset, value.dtype))
+            index = storages[storage._cdata]
+            base = tensors[index]
+            if base.dtype != value.dtype:  # offsets are in elements
+                return None
+            offset = value.storage_offset() - base.storage_offset()
+            outputs.append(("view", index, shape, strides, offset, value.dtype))
         elif storage._cdata in fresh or value.storage_offset() != 0 or value.is_conj() or value.is_neg():
             return None
         else:
@@ -121,21 +163,12 @@ def _reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
 
 
-def _made(output: _Output, tensors: list[FakeTensor]) -> Tensor | None:
+def _made(output: _Output, tensors: list[FakeTensor], mode: FakeTensorMode) -> Tensor | None:
     kind = output[0]
-    if kind == "same":
-        return tensors[output[1]]
-    if kind == "none":
-        return None
     if kind == "new":
-        _, shape, strides, dtype, device = output
-        mode = tensors[0].fake_mode
-        with in_kernel_invocation_manager(mode):
-            empty = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-        return FakeTensor(mode, empty, device)
-    _, index, shape, strides, offset, dtype = output
-    base = tensors[index]
-    with in_kernel_invocation_manager(base.fake_mode):
-        empty = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-        empty.set_(base.untyped_storage(), offset, shape, strides)
-    return FakeTensor(base.fake_mode, empty, base.fake_device)
+        return simulated.new(mode, *output[1:])
+    if kind == "view":
+        _, index, shape, strides, offset, dtype = output
+        base = tensors[index]
+        return simulated.view(base, shape, strides, base.storage_offset() + offset, dtype)
+    return tensors[output[1]] if kind == "same" else None

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skimp.core.memory import aten_cpu  # noqa: F401  (registers the rules)
-from skimp.core.memory.remembered import Remembered
+from skimp.core.memory.remembered import memory
 from skimp.core.memory.timeline import Timeline
 from skimp.core.workspace import workspace_bytes
 
@@ -33,8 +33,6 @@ _DEVICE = torch.ops.prim.device.default
 #: A value is read of real tensors only (`core.read`), and nothing is allocated by it.
 _READ = torch.ops.aten._local_scalar_dense.default
 _active: list[Tracker] = []
-#: Answers of simulated operators, for all simulations of the process.
-_remembered = Remembered()
 
 
 @dataclass
@@ -115,8 +113,8 @@ class Tracker(TorchDispatchMode):
         if func is _READ:
             return func(*args)
         kwargs = kwargs or {}
-        if FakeTensor in types:
-            out = _remembered.call(func, args, kwargs)
+        if FakeTensor in types or not types:
+            out = memory.call(func, args, kwargs)
         else:
             out = func(*args, **kwargs)
         self.count += 1
