@@ -91,6 +91,10 @@ class UpdateRule(torch.optim.Optimizer):
                 "make it contiguous before the optimizer: p.data = p.data.contiguous()",
             )
 
+    def numbers_of(self, p: Tensor) -> tuple[str, ...]:
+        """Keys of the state that are Python numbers, 0 at first; `step` is always one."""
+        return ("step",)
+
     def part_spec(self, p: Tensor) -> Spec:
         """`state_spec` of the part of `p` that the fullest process holds; rules that go by name or role say it here."""
         return self.state_spec(largest_part(p), p.dtype, p.numel())
@@ -165,7 +169,7 @@ class UpdateRule(torch.optim.Optimizer):
 
     def _local_state(self, p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         part = largest_part(p)
-        here: dict[str, Any] = {"step": state["step"]}
+        here: dict[str, Any] = {key: state[key] for key in self.numbers_of(p)}
         for key, (shape, _) in self.part_spec(p).items():
             here[key] = local(state[key]) if shape == part else local(state[key]).view(shape)
         return here
@@ -186,7 +190,7 @@ class UpdateRule(torch.optim.Optimizer):
         """The state of `p`, made of zeros if it does not exist yet. Calling it early keeps memory flat."""
         state: dict[str, Any] = self.state[p]
         if "step" not in state:
-            state["step"] = 0
+            state.update(dict.fromkeys(self.numbers_of(p), 0))
             part = largest_part(p)
             for key, (shape, dtype) in self.part_spec(p).items():
                 # Like the parameter, so that the state of a sharded parameter is sharded as it is. Anything else
@@ -243,14 +247,15 @@ class UpdateRule(torch.optim.Optimizer):
         """
         for p in self.parameters():
             name = self.name_of(p)
-            keys = ["step", *self.spec_of(p)]
+            keys = [*self.numbers_of(p), *self.spec_of(p)]
             self._restore(p, {key: entry(saved, state_key(name, key), self.rule) for key in keys})
 
     def _restore(self, p: Tensor, saved: Mapping[str, Any]) -> None:
         spec = self.spec_of(p)
-        check_saved(self.rule, self.name_of(p), spec, saved)
+        numbers = self.numbers_of(p)
+        check_saved(self.rule, self.name_of(p), spec, saved, numbers)
         state = self.init_state(p)
-        state["step"] = int(saved["step"])
+        state.update({key: int(saved[key]) for key in numbers})
         for key in spec:
             state[key].copy_(saved[key])
 

@@ -19,15 +19,15 @@ def state_key(parameter: str, key: str) -> str:
     return f"{parameter}.{key}"
 
 
-def check_saved(rule: str, name: str, spec: Spec, saved: Mapping[str, Any]) -> None:
-    """Hold the saved state of parameter `name` against what `rule` promises.
+def check_saved(rule: str, name: str, spec: Spec, saved: Mapping[str, Any], numbers: Sequence[str] = ("step",)) -> None:
+    """Hold the saved state of parameter `name` against what `rule` promises: tensors by `spec`, and `numbers`.
 
     Raises:
         CheckpointError: other keys, or a tensor of another shape or dtype.
     """
-    if set(saved) != {"step", *spec}:
+    if set(saved) != {*numbers, *spec}:
         raise CheckpointError(
-            f"state of '{name}' for {rule}: {', '.join(['step', *spec])}",
+            f"state of '{name}' for {rule}: {', '.join([*numbers, *spec])}",
             ", ".join(map(str, saved)) or "nothing",
             "it was saved by another rule, or for another shape or dtype",
             "resume with the rule that saved it, or start with fresh state",
