@@ -20,6 +20,7 @@ from skimp.core.exact import ExactChoices
 from skimp.core.lean import lean_imports
 from skimp.core.memory.remembered import Remembering
 from skimp.core.memory.timeline import Timeline
+from skimp.core.memory.trace import Trace
 from skimp.core.memory.tracker import CATEGORIES, Tracker, scope
 from skimp.core.repeat import shortened
 from skimp.core.structure import layers_of
@@ -44,6 +45,7 @@ def simulate(
     documents: tuple[int, ...] | None = None,
     short: bool = False,
     evaluate: bool | None = None,
+    trace: Trace | None = None,
 ) -> MemoryProfile:
     """Peaks and seconds of training with these choices.
 
@@ -58,6 +60,7 @@ def simulate(
         short: for a search: one round stands for all equal ones in chunk loops, and evaluation, which keeps
             nothing for backward, is left out.
         evaluate: simulate an evaluation batch too; None: unless `short`.
+        trace: write every allocation and release into it, those before the first step included.
         documents: boundaries of every row; None takes the costliest packing, one document and one token.
     """
     if blocks is not None:
@@ -70,7 +73,7 @@ def simulate(
     with attention.target(target), Remembering():
         run = build(recipe, exact, config, simulate=mode)
     meter = CostMeter(rates)
-    tracker = Tracker(host_rules=target == "cpu", observer=meter)
+    tracker = Tracker(host_rules=target == "cpu", observer=meter, trace=trace)
     batch = _batch(mode, recipe.rows_per_step, recipe, documents)
     loops = shortened() if short else contextlib.nullcontext()
     with attention.target(target), loops, _no_collector(), mode, tracker:

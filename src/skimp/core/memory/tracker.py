@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from skimp.core.memory import aten_cpu  # noqa: F401  (registers the rules)
 from skimp.core.memory.remembered import memory
 from skimp.core.memory.timeline import Timeline
+from skimp.core.memory.trace import Trace
 from skimp.core.workspace import workspace_bytes
 
 CATEGORIES = ("weights", "adapters", "gradients", "optimizer", "activations", "logits", "workspace", "batch")
@@ -59,6 +60,7 @@ class Tracker(TorchDispatchMode):
         operators: keep the names of all operators in order, for comparing a simulated step with a real one.
         observer: called with (operator, arguments, result) of every call.
         host_rules: add what ATen's CPU operators allocate inside a call; False when simulating another device.
+        trace: where to write every allocation and release, for an allocator's model.
     """
 
     def __init__(
@@ -67,10 +69,12 @@ class Tracker(TorchDispatchMode):
         operators: bool = False,
         host_rules: bool = True,
         observer: Callable[[Any, Any, Any], None] | None = None,
+        trace: Trace | None = None,
     ) -> None:
         super().__init__()
         self.observer = observer
         self.host_rules = host_rules
+        self.trace = trace
         #: highest bytes at each (phase, owner), and then by category and during which operator.
         self.peaks: dict[tuple[str, str], int] = {}
         self.shares: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {}
@@ -130,6 +134,8 @@ class Tracker(TorchDispatchMode):
                 if isinstance(item, Tensor):
                     self._see(item)
         inside = workspace_bytes(name, args, kwargs) if self.host_rules or not name.startswith("aten::") else 0
+        if self.trace is not None:
+            self.trace.called(name, inside, self.phase, self.owner)
         place = (self.phase, self.owner)
         if self.live + inside > self.peaks.get(place, 0):
             self.peaks[place] = self.live + inside
@@ -155,6 +161,8 @@ class Tracker(TorchDispatchMode):
         self._known[key] = (watch, size, category)
         self.live += size
         self.by_category[category] += size
+        if self.trace is not None:
+            self.trace.malloc(key, size, self.phase, self.owner)
 
     def _gone(self, key: int, _: Any) -> None:
         self._leave(key)
@@ -163,6 +171,8 @@ class Tracker(TorchDispatchMode):
         _, size, category = self._known.pop(key)
         self.live -= size
         self.by_category[category] -= size
+        if self.trace is not None:
+            self.trace.free(key, size, self.phase, self.owner)
 
     def _mark(self, total: int, operator: str, inside: int) -> None:
         if total <= self.peak.total:
