@@ -62,6 +62,10 @@ class DamagedCheckpoint(CheckpointError):
     """A checkpoint that was complete and whose bytes changed on disk since; an older one may be sound."""
 
 
+class OffloadError(SkimpError):
+    """Bytes moved to the host or to disk cannot be used: they came back changed, or were changed while away."""
+
+
 class NonFiniteError(SkimpError):
     """The loss or a gradient became NaN or infinite; names the step and the parameter."""
 

@@ -1,0 +1,126 @@
+"""Where tensors wait until they are needed again: the interface of a place outside the computing memory.
+
+A tier holds *extents*, runs of bytes that are written once and read back whole. A step writes and drops the same sizes
+in the same order as the step before, so a freed extent serves the next one of its size, and a tier grows to its
+largest step and no further. The simulated tier counts the same extents and moves nothing: a plan knows the bytes of
+every place from it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+import torch
+
+Place = Literal["host", "disk"]
+#: Extents begin at multiples of this, a page: what direct I/O and read-ahead work in.
+GRAIN = 4096
+
+
+class Pending(Protocol):
+    """A copy under way."""
+
+    def wait(self) -> None:
+        """Return when what was copied may be used; raises what went wrong with it."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """`nbytes` bytes at `offset` of a tier."""
+
+    offset: int
+    nbytes: int
+
+
+class Done:
+    """A copy that is over."""
+
+    def wait(self) -> None:
+        return
+
+
+class Tier:
+    """Extents and their counts; a real tier adds the copies.
+
+    Attributes:
+        place: "host" or "disk".
+        used, peak: bytes held now and at most.
+        size: bytes taken from the place, freed extents that wait for the next one included.
+        written, fetched: bytes moved out and back since the start.
+    """
+
+    place: ClassVar[Place]
+
+    def __init__(self) -> None:
+        self.used = self.peak = self.size = self.written = self.fetched = 0
+        self._free: defaultdict[int, list[Extent]] = defaultdict(list)
+
+    def reserve(self, nbytes: int) -> Extent:
+        """Room for `nbytes`.
+
+        Raises:
+            OSError: the place is full.
+        """
+        room = -(-nbytes // GRAIN) * GRAIN
+        if self._free[room]:
+            found = Extent(self._free[room].pop().offset, nbytes)
+        else:
+            self.grow(self.size + room)
+            found = Extent(self.size, nbytes)
+            self.size += room
+        self.used += room
+        self.peak = max(self.peak, self.used)
+        return found
+
+    def release(self, extent: Extent) -> None:
+        """The extent's bytes are needed no more."""
+        room = -(-extent.nbytes // GRAIN) * GRAIN
+        self.used -= room
+        self._free[room].append(extent)
+
+    def store(self, extent: Extent, storage: torch.UntypedStorage, start: int) -> Pending:
+        """Begin to copy `extent.nbytes` bytes from `start` of `storage` out. The caller keeps the storage alive and
+        unchanged until `wait` returns."""
+        self.written += extent.nbytes
+        return self.copy_out(extent, storage, start)
+
+    def fetch(self, extent: Extent, storage: torch.UntypedStorage) -> Pending:
+        """Begin to fill `storage` with the extent. The caller keeps it alive until `wait` returns."""
+        self.fetched += extent.nbytes
+        return self.copy_in(extent, storage)
+
+    def grow(self, size: int) -> None:
+        """Take `size` bytes from the place in all."""
+        raise NotImplementedError
+
+    def copy_out(self, extent: Extent, storage: torch.UntypedStorage, start: int) -> Pending:
+        raise NotImplementedError
+
+    def copy_in(self, extent: Extent, storage: torch.UntypedStorage) -> Pending:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Give everything back to the place."""
+
+
+class SimulatedDisk(Tier):
+    """Counts what a disk would hold; for simulated tensors."""
+
+    place: ClassVar[Place] = "disk"
+
+    def grow(self, size: int) -> None:
+        return
+
+    def copy_out(self, extent: Extent, storage: torch.UntypedStorage, start: int) -> Pending:
+        return Done()
+
+    def copy_in(self, extent: Extent, storage: torch.UntypedStorage) -> Pending:
+        return Done()
+
+
+class SimulatedHost(SimulatedDisk):
+    """Counts what host memory would hold; for simulated tensors."""
+
+    place: ClassVar[Place] = "host"
