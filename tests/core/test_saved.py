@@ -68,9 +68,11 @@ def test_what_comes_back_is_what_went_with_its_strides(tier: DiskTier, tensor: T
     aligned = tensor.data_ptr() % 64
     found = saved.unpack(kept)
     assert torch.equal(found, before)
-    assert found.dtype == before.dtype and found.stride() == strides
+    assert found.dtype == before.dtype
+    assert found.stride() == strides
     if tensor.numel():
-        assert found.data_ptr() != tensor.data_ptr() and found.data_ptr() % 64 == aligned
+        assert found.data_ptr() != tensor.data_ptr()
+        assert found.data_ptr() % 64 == aligned
 
 
 def test_a_storage_is_written_once_however_often_it_is_kept(tier: DiskTier) -> None:
@@ -80,7 +82,8 @@ def test_a_storage_is_written_once_however_often_it_is_kept(tier: DiskTier) -> N
     saved.begin(())
     kept = [saved.pack(t) for t in (y, y, y.view(3000), y.view(10, 300), y[:40], y.t())]
     saved.end(all_leave=True)
-    assert saved.stored == 1 and tier.written == y.nbytes
+    assert saved.stored == 1
+    assert tier.written == y.nbytes
     assert all(torch.equal(saved.unpack(k).reshape(-1)[:9], y.reshape(-1)[:9]) for k in kept[:5])
 
 
@@ -230,7 +233,9 @@ def test_what_has_not_gone_yet_is_handed_back_and_never_read(tmp_path: Path) -> 
         out = x.exp().sin()
     saved.end(all_leave=False)
     out.sum().backward()
-    assert saved.forwarded and not saved.fetched and tier.fetched == 0
+    assert saved.forwarded
+    assert not saved.fetched
+    assert tier.fetched == 0
     assert torch.equal(x.grad, torch.autograd.grad(x.exp().sin().sum(), x)[0])
     tier.let.set()
     saved.discard()
@@ -297,7 +302,8 @@ def test_a_tier_grows_to_its_largest_step_and_no_further() -> None:
         assert len({e.offset for e in extents}) == 3
         for extent in extents:
             tier.release(extent)
-    assert tier.used == 0 and tier.peak == tier.size == (3 + 1 + 3) * GRAIN
+    assert tier.used == 0
+    assert tier.peak == tier.size == (3 + 1 + 3) * GRAIN
 
 
 class _Job:

@@ -20,7 +20,8 @@ from typing import ClassVar
 import torch
 
 from skimp.core.errors import OffloadError, RecipeError
-from skimp.core.tiers import Extent, Pending, Place, Tier
+from skimp.core.exact import Place
+from skimp.core.tiers import Extent, Pending, Tier
 
 #: File systems that are memory: an offload to them saves nothing.
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")

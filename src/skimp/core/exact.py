@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from skimp.core.memory.process import Policy
+
+#: Outside the computing memory, and anywhere.
+Place = Literal["host", "disk"]
+Residence = Literal["device", "host", "disk"]
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,9 @@ class ExactChoices:
         loss_chunk: tokens whose logits exist at once; None for the head's own rule.
         in_backward: update each parameter inside backward and free its gradient.
         malloc: what the host's allocator does with freed memory (`core.memory.process`); moot on a card.
+        offload: indices of the blocks whose kept activations wait in `offload_to` until backward.
+        offload_to: "host" or "disk".
+        states: where optimizer states live: "device", "host" or "disk".
     """
 
     micro_rows: int
@@ -25,10 +32,13 @@ class ExactChoices:
     loss_chunk: int | None = None
     in_backward: bool = False
     malloc: Policy = "return"
+    offload: tuple[int, ...] = ()
+    offload_to: Place = "disk"
+    states: Residence = "device"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
-        return {**asdict(self), "recompute": list(self.recompute)}
+        return {**asdict(self), "recompute": list(self.recompute), "offload": list(self.offload)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ExactChoices:
@@ -39,6 +49,9 @@ class ExactChoices:
             values.get("loss_chunk"),
             bool(values["in_backward"]),
             values.get("malloc", "return"),
+            tuple(values.get("offload", ())),
+            values.get("offload_to", "disk"),
+            values.get("states", "device"),
         )
 
     def describe(self, blocks: int, rows: int) -> str:
@@ -46,4 +59,6 @@ class ExactChoices:
         kept = "no recompute" if not self.recompute else f"recompute {len(self.recompute)} of {blocks} blocks"
         chunk = f", loss in chunks of {self.loss_chunk} tokens" if self.loss_chunk else ""
         held = "step in backward" if self.in_backward else "gradients held"
-        return f"micro-batch {self.micro_rows} of {rows} rows, {kept}, {held}{chunk}"
+        away = f", {len(self.offload)} blocks' activations on {self.offload_to}" if self.offload else ""
+        states = "" if self.states == "device" else f", optimizer states on {self.states}"
+        return f"micro-batch {self.micro_rows} of {rows} rows, {kept}, {held}{chunk}{away}{states}"

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from skimp.core.tiers import Extent, Pending, Place, Tier
+from skimp.core.exact import Place
+from skimp.core.tiers import Extent, Pending, Tier
 
 
 class Streams(Protocol):
@@ -90,4 +91,4 @@ class HostTier(Tier):
 
 def _bytes_of(storage: torch.UntypedStorage, start: int, nbytes: int) -> Tensor:
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return whole.set_(storage, start, (nbytes,))
+    return whole.set_(storage, start, (nbytes,), (1,))

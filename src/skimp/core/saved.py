@@ -199,10 +199,11 @@ class Saved:
         storage = tensor.untyped_storage()
         if storage._cdata in self._stays:
             return tensor
-        start, nbytes = 0, storage.nbytes()
+        start, nbytes = 0, int(storage.nbytes())
         if nbytes > 2 * span:
-            start = tensor.storage_offset() * tensor.itemsize // LINE * LINE
-            nbytes = tensor.storage_offset() * tensor.itemsize + span - start
+            first = int(tensor.storage_offset()) * tensor.itemsize
+            start = first // LINE * LINE
+            nbytes = first + span - start
         key = (self._stamp(storage), start, nbytes, tensor._version)
         entry = self._entries.get(key)
         if entry is None:

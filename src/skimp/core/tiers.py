@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
-Place = Literal["host", "disk"]
+from skimp.core.exact import Place
+
 #: Extents begin at multiples of this, a page: what direct I/O and read-ahead work in.
 GRAIN = 4096
 
