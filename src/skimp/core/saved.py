@@ -271,6 +271,6 @@ def _version_only(tensor: Tensor) -> Any:
         return None
     with torch.no_grad(), torch._C._DisableTorchDispatch():
         watch = tensor.detach()
-        # Not a parameter's: the only way to keep the counter and not the bytes.
-        watch.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        # The descriptor by name: `watch` is no one's parameter, and what must not see a write here is the counter.
+        Tensor.data.__set__(watch, torch.empty(0, dtype=tensor.dtype, device=tensor.device))  # type: ignore[attr-defined]
     return watch
