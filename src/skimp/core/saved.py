@@ -35,6 +35,9 @@ LINE = 64
 #: Types whose bytes are all in their storage.
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
+#: What exchanges a tensor's bytes and keeps its version counter. Only for a tensor that is no one's (`_version_only`).
+_BYTES: Any = vars(torch._C.TensorBase)["data"]
+
 
 class Entry:
     """One storage, or a span of it, at one version."""
@@ -271,6 +274,5 @@ def _version_only(tensor: Tensor) -> Any:
         return None
     with torch.no_grad(), torch._C._DisableTorchDispatch():
         watch = tensor.detach()
-        # The descriptor by name: `watch` is no one's parameter, and what must not see a write here is the counter.
-        Tensor.data.__set__(watch, torch.empty(0, dtype=tensor.dtype, device=tensor.device))  # type: ignore[attr-defined]
+        _BYTES.__set__(watch, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
     return watch
