@@ -14,7 +14,7 @@ from itertools import combinations
 from typing import Any
 
 import torch
-from contract_rows import BLOCKS, PACKED, Technique, batch_of, make_run, state_tensors
+from contract_rows import BLOCKS, PACKED, RULES, Technique, batch_of, make_run, state_tensors
 
 from skimp.core.registry import alternatives, conflict_of, load, methods
 from skimp.run.build import Run, techniques
@@ -67,6 +67,8 @@ SWITCHES: dict[str, Switch] = {
     "fused-swiglu": Switch(lambda run: run.fused.mlps > 0 < run.fused.runs, overrides=("exact.kernels=fused",)),
     "lora": Switch(lambda run: bool(run.adapter.modules), overrides=("adapter={r: 4}",)),
 }
+
+SWITCHES |= {name: Switch(_rule(name), overrides=(f"optimizer={name}",)) for name in RULES}
 
 #: What a pair needs beside both switches. A step in backward is one micro-batch (with clipping it is run twice, so it
 #: still has more than one forward). States of float32 beside bfloat16 weights: small tensors of the 8-bit rule.

@@ -135,6 +135,13 @@ TECHNIQUES: dict[str, Technique] = {
     "smoothing-z": Technique(overrides=("train.loss.label_smoothing=0.1", "train.loss.z_loss=0.001")),
 }
 
+#: Rules beside AdamW: each plain, in backward and on bfloat16 weights.
+RULES = ("lion",)
+for _rule in RULES:
+    TECHNIQUES[_rule] = Technique(overrides=(f"optimizer={_rule}",))
+    TECHNIQUES[f"{_rule}-in-backward"] = Technique({"in_backward": True}, (f"optimizer={_rule}",), base=_rule)
+    TECHNIQUES[f"bf16-{_rule}"] = Technique(overrides=("precision=bf16", f"optimizer={_rule}"))
+
 
 def recipe_of(technique: Technique, rows: int = ROWS, seq: int = SEQ, **train: Any) -> Any:
     """A recipe of `rows` rows of `seq` tokens a step, no evaluation."""

@@ -17,9 +17,9 @@ from contract_rows import threads
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from skimp.optim import AdamW, AdamW8bit, AdamWBF16, decay_groups
+from skimp.optim import AdamW, AdamW8bit, AdamWBF16, Lion, decay_groups
 
-RULES: dict[str, Any] = {"adamw": AdamW, "adamw8bit": AdamW8bit, "adamw-bf16": AdamWBF16}
+RULES: dict[str, Any] = {"adamw": AdamW, "adamw8bit": AdamW8bit, "adamw-bf16": AdamWBF16, "lion": Lion}
 HERE = Path(__file__).resolve().parent
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from skimp.core.option import ADAM
 from skimp.core.registry import Conflict, Facts, Paper
+from skimp.optim.rule_facts import HOMES, RULES
 
 FACTS: list[Facts] = [
     Facts(
@@ -59,9 +60,11 @@ FACTS: list[Facts] = [
             ),
         },
     ),
+    *RULES,
 ]
 
 _HOMES = {
+    **HOMES,
     "AdamW": "adamw",
     "AdamW8bit": "adamw8bit",
     "AdamWBF16": "adamw_bf16",
@@ -78,6 +81,7 @@ __all__ = [
     "AdamW",
     "AdamW8bit",
     "AdamWBF16",
+    "Lion",
     "UpdateRule",
     "adamw_reference",
     "decay_groups",
@@ -92,6 +96,7 @@ if TYPE_CHECKING:
     from skimp.optim.adamw_bf16 import AdamWBF16
     from skimp.optim.base import UpdateRule
     from skimp.optim.groups import decay_groups, role_groups
+    from skimp.optim.lion import Lion
     from skimp.optim.roles import roles
     from skimp.optim.state import state_key
 

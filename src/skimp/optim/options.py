@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from skimp.core.errors import SkimpError
@@ -32,3 +33,29 @@ def check_options(rule: str, lr: Any, betas: Sequence[float], eps: float, weight
     for name, value, rule_text, bad in wrong:
         if bad:
             raise SkimpError(f"{rule}: {name} {rule_text}", repr(value))
+
+
+def check_dtype(rule: str, name: str, tensor: Tensor) -> None:
+    """float32, float64 or bfloat16, of a weight or of its gradient.
+
+    Raises:
+        SkimpError: any other dtype; float16 weights lose small updates and its gradients overflow.
+    """
+    if tensor.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+        raise SkimpError(
+            f"{rule} on '{name}'",
+            f"dtype {tensor.dtype}",
+            "it steps in float32 (float64 for float64 weights) and writes float32, float64 or bf16",
+            "model.to(torch.float32) or model.to(torch.bfloat16) before the optimizer",
+        )
+
+
+def state_dtype(rule: str, states: str) -> torch.dtype | None:
+    """The dtype of moments by its word; None for the dtype of the arithmetic.
+
+    Raises:
+        SkimpError: another word.
+    """
+    if states not in ("fp32", "bf16"):
+        raise SkimpError(f"{rule}: states 'fp32' or 'bf16'", repr(states))
+    return torch.bfloat16 if states == "bf16" else None
