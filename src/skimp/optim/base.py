@@ -16,8 +16,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from skimp.core.away import Away
 from skimp.core.errors import SkimpError
 from skimp.core.sharded import Part, alike, beside, is_sharded, largest_part, local, part_of, zeros_beside
+from skimp.optim import elsewhere
 from skimp.optim.effect import assert_effect
 from skimp.optim.options import lr_of
 from skimp.optim.state import Spec, check_saved, entry, state_key, state_nbytes
@@ -50,6 +52,7 @@ class UpdateRule(torch.optim.Optimizer):
         block: neighbouring numbers that share an entry of a state which is not shaped like the parameter.
         by_role: it treats roles unlike (hidden matrices, embeddings, head, vectors); its groups then carry "role",
             as `skimp.optim.role_groups` makes them.
+        away: where states live between updates; None keeps them beside their parameters.
     """
 
     rule: ClassVar[str]
@@ -57,6 +60,7 @@ class UpdateRule(torch.optim.Optimizer):
     state_placement: ClassVar[str] = "like parameter"
     block: ClassVar[int] = 1
     by_role: ClassVar[bool] = False
+    away: Away | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._where: dict[Tensor, tuple[int, int]] = {}
@@ -148,7 +152,9 @@ class UpdateRule(torch.optim.Optimizer):
         state["step"] += 1
         if not is_sharded(p):
             name = self.name_of(p)
-            self.update(p, grad.contiguous(), state, group, Part(name, p.numel(), 0, name))
+            part = Part(name, p.numel(), 0, name)
+            with elsewhere.beside(self, p, grad) as (own, given):
+                self.update(own, given.contiguous(), state, group, part)
         elif local(p).numel():  # more processes than rows leave some without any
             part = part_of(self.name_of(p), p)
             self.update(local(p), self._local_gradient(p, grad), self._local_state(p, state), group, part)
@@ -192,6 +198,10 @@ class UpdateRule(torch.optim.Optimizer):
         if "step" not in state:
             state.update(dict.fromkeys(self.numbers_of(p), 0))
             part = largest_part(p)
+            moved = elsewhere.made(self, p)
+            if moved is not None:
+                state.update(moved)
+                return state
             for key, (shape, dtype) in self.part_spec(p).items():
                 # Like the parameter, so that the state of a sharded parameter is sharded as it is. Anything else
                 # (block maxima) belongs to a part, and is as long on every process as on the fullest.
@@ -201,6 +211,10 @@ class UpdateRule(torch.optim.Optimizer):
                     else zeros_beside(shape, p, self.block_of(p), dtype)
                 )
         return state
+
+    def keep_states(self, away: Away | None) -> None:
+        """States live in `away` between updates from now on, None: beside their parameters (`optim.elsewhere`)."""
+        elsewhere.keep_states(self, away)
 
     def spec_of(self, p: Tensor) -> Spec:
         """Shape and dtype of every state tensor of `p`; of a sharded parameter the global shapes."""
@@ -256,8 +270,9 @@ class UpdateRule(torch.optim.Optimizer):
         check_saved(self.rule, self.name_of(p), spec, saved, numbers)
         state = self.init_state(p)
         state.update({key: int(saved[key]) for key in numbers})
-        for key in spec:
-            state[key].copy_(saved[key])
+        with elsewhere.at_hand(self, p):
+            for key in spec:
+                state[key].copy_(saved[key])
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

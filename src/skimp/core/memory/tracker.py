@@ -11,7 +11,7 @@ Scopes say what a new storage is for; outside a `Tracker` they cost one attribut
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -198,6 +198,21 @@ class Tracker(TorchDispatchMode):
         if self.timeline is not None and self.live != self.timeline.last:
             self.timeline.add(self.count, self.by_category, self.live, self.phase, self.owner)
 
+    def away(self, tensors: Iterable[Tensor]) -> None:
+        """These live in another place for now: known, and of no bytes here."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._known:
+                self._leave(key)
+            self._known[key] = (weakref.ref(storage, partial(self._gone, key)), 0, "optimizer")
+
+    def here(self, tensors: Sequence[Tensor], category: str) -> None:
+        """These have come back from another place."""
+        for tensor in tensors:
+            self._known.pop(tensor.untyped_storage()._cdata, None)
+        self.hold(tensors, category)
+
     def reset_peak(self) -> None:
         """Start the next phase's peak from what is live now."""
         self.peak = Peak(self.live, dict(self.by_category), self.phase, self.owner, "", self.count)
@@ -283,6 +298,20 @@ def classify(tensors: Iterable[Tensor], category: str) -> None:
     tracker = current()
     if tracker is not None:
         tracker.hold(tensors, category)
+
+
+def away(tensors: Iterable[Tensor]) -> None:
+    """Tensors that live in another place are of no bytes here, in the active tracker."""
+    tracker = current()
+    if tracker is not None:
+        tracker.away(tensors)
+
+
+def here(tensors: Sequence[Tensor], category: str) -> None:
+    """Tensors that come back for a while."""
+    tracker = current()
+    if tracker is not None:
+        tracker.here(tensors, category)
 
 
 def at(owner: str) -> None:

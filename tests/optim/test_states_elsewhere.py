@@ -1,0 +1,174 @@
+"""States on disk: the same bits from every rule, no resident memory, saved and read region by region."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from skimp.core.away import Away, region_bytes
+from skimp.core.errors import EffectError
+from skimp.core.memory.process import resident
+from skimp.core.registry import load, methods
+from skimp.core.state_file import StateFile
+from skimp.optim import AdamW, AdamW8bit, state_key
+from skimp.optim.base import UpdateRule
+
+RULES = [name for name, f in methods().items() if f.kind == "update rule"]
+
+
+def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(65, 131), nn.LayerNorm(131), nn.Linear(131, 97, bias=False)).to(dtype)
+
+
+def steps(rule: UpdateRule, net: nn.Module, first: int, count: int) -> None:
+    for index in range(first, first + count):
+        torch.manual_seed(100 + index)
+        for p in net.parameters():
+            rule.step_parameter(p, torch.randn_like(p))
+
+
+def state(rule: UpdateRule) -> dict[str, Any]:
+    return {state_key(n, k): v.clone() if isinstance(v, Tensor) else v for n, k, v in rule.named_state()}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return set(one) == set(other) and all(
+        torch.equal(v, other[k]) if isinstance(v, Tensor) else v == other[k] for k, v in one.items()
+    )
+
+
+def made(name: str, net: nn.Module) -> UpdateRule:
+    found: UpdateRule = load(name, "update rule")(net.named_parameters(), lr=1e-3)
+    return found
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_moves_to_the_same_bits(tmp_path: Path, name: str) -> None:
+    dtype = torch.bfloat16 if name == "adamw-bf16" else torch.float32
+    here, there = model(dtype=dtype), model(dtype=dtype)
+    one, two = made(name, here), made(name, there)
+    file = StateFile(tmp_path)
+    two.keep_states(file)
+    steps(one, here, 0, 3)
+    steps(two, there, 0, 3)
+    assert all(torch.equal(a, b) for a, b in zip(here.parameters(), there.parameters(), strict=True))
+    assert same(state(one), state(two))
+    file.assert_effect()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("rule", [AdamW, AdamW8bit])
+def test_states_go_away_and_come_back_between_steps(tmp_path: Path, rule: type[UpdateRule]) -> None:
+    here, there = model(), model()
+    one, two = rule(here.named_parameters()), rule(there.named_parameters())
+    steps(one, here, 0, 4)
+    steps(two, there, 0, 1)
+    two.keep_states(StateFile(tmp_path))
+    steps(two, there, 1, 1)
+    two.keep_states(StateFile(tmp_path))  # to another file
+    steps(two, there, 2, 1)
+    two.keep_states(None)
+    assert two.away is None
+    steps(two, there, 3, 1)
+    assert all(torch.equal(a, b) for a, b in zip(here.parameters(), there.parameters(), strict=True))
+    assert same(state(one), state(two))
+
+
+def test_what_was_saved_from_memory_is_read_onto_disk_and_back(tmp_path: Path) -> None:
+    here, there, again = model(), model(), model()
+    one, two, three = AdamW(here.named_parameters()), AdamW(there.named_parameters()), AdamW(again.named_parameters())
+    steps(one, here, 0, 2)
+    two.keep_states(StateFile(tmp_path))
+    two.load_named_state(state(one))
+    assert same(state(one), state(two))
+    three.load_named_state(state(two))
+    assert same(state(one), state(three))
+
+
+def test_small_states_stay_in_memory(tmp_path: Path) -> None:
+    net = model()
+    rule = AdamW(net.named_parameters())
+    file = StateFile(tmp_path)
+    rule.keep_states(file)
+    rule.init_states()
+    away = {rule.name_of(p) for p in rule.parameters() if file.holds(rule.name_of(p))}
+    assert away == {"0.weight", "2.weight"}
+    assert file.nbytes == sum(region_bytes(list(rule.spec_of(net[i].weight).values())) for i in (0, 2))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="no /proc: resident pages cannot be counted")
+def test_resident_memory_does_not_hold_the_states(tmp_path: Path) -> None:
+    """16 parameters of 8 MB with 16 MB of state each: 256 MB that must not be in the process, 16 of them at a time."""
+    gc.collect()
+    size, count = 2_000_000, 16
+    parameters = [(f"p{i}", nn.Parameter(torch.zeros(size))) for i in range(count)]
+    rule = AdamW(parameters)
+    rule.keep_states(StateFile(tmp_path))
+    rule.init_states()
+    grad = torch.ones(size)
+    before, highest = resident(), 0
+    for _ in range(2):
+        for _, p in parameters:
+            rule.step_parameter(p, grad)
+            highest = max(highest, resident().files - before.files)
+    assert highest <= 1 << 20
+    assert resident().now - before.now < count * size * 4 + (32 << 20)  # the parameters themselves, touched now
+    assert float(rule.state[parameters[3][1]]["v"][-1]) > 0
+
+
+def test_a_walk_over_all_states_holds_one_region_at_a_time(tmp_path: Path) -> None:
+    given: list[str] = []
+
+    class Watched(StateFile):
+        def give_back(self, name: str) -> None:
+            given.append(name)
+            super().give_back(name)
+
+    net = model()
+    rule = AdamW(net.named_parameters())
+    file = Watched(tmp_path)
+    rule.keep_states(file)
+    steps(rule, net, 0, 1)
+    given.clear()
+    for name, key, value in rule.named_state():
+        if isinstance(value, Tensor) and file.holds(name):
+            assert file.visit(name, value) is value, key
+    file.leave()
+    assert given == ["0.weight", "2.weight"]
+
+
+def test_a_full_disk_is_seen_before_any_state_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    net = model()
+    rule = AdamW(net.named_parameters())
+    with pytest.raises(OSError, match="No space left") as caught:
+        rule.keep_states(StateFile(tmp_path))
+    assert caught.value.filename == str(tmp_path)
+
+
+def test_states_that_never_left_fail_the_effect(tmp_path: Path) -> None:
+    file = StateFile(tmp_path)
+    with pytest.raises(EffectError, match="all of them are in memory"):
+        file.assert_effect()
+
+
+def test_a_simulated_place_counts_what_a_file_takes(tmp_path: Path) -> None:
+    net = model()
+    counts = []
+    for away in (StateFile(tmp_path), Away()):
+        rule = AdamW(net.named_parameters())
+        rule.keep_states(away)
+        rule.init_states()
+        counts.append((away.nbytes, away.largest))
+    assert counts[0] == counts[1]
