@@ -14,7 +14,7 @@ from itertools import combinations
 from typing import Any
 
 import torch
-from contract_rows import BLOCKS, PACKED, RULES, Technique, batch_of, make_run, state_tensors
+from contract_rows import BLOCKS, DISK, PACKED, RULES, Technique, batch_of, make_run, state_tensors
 
 from skimp.core.registry import alternatives, conflict_of, load, methods
 from skimp.run.build import Run, techniques
@@ -58,6 +58,10 @@ SWITCHES: dict[str, Switch] = {
     "float32": Switch(_stores(torch.float32)),
     "bf16": Switch(_stores(torch.bfloat16), overrides=("precision=bf16",)),
     "dynamic8": Switch(_stores(torch.uint8), overrides=("optimizer=adamw8bit",)),
+    "activation-offload": Switch(
+        lambda run: run.offload.saved.fetched > 0, {"offload": tuple(range(BLOCKS))}, overrides=DISK
+    ),
+    "state-offload": Switch(lambda run: run.optimizer.away.opened > 0, {"states": "disk"}, overrides=DISK),
     "recompute": Switch(_listed("recompute"), {"recompute": tuple(range(BLOCKS))}),
     "chunked-cross-entropy": Switch(lambda run: run.head.chunk == 7, {"loss_chunk": 7}),
     "first-order": Switch(lambda run: run.stepper.forwards > 1, {"micro_rows": 2}),
@@ -76,6 +80,7 @@ SWITCHES |= {name: Switch(_rule(name), overrides=(f"optimizer={name}",)) for nam
 BESIDE: dict[frozenset[str], Technique] = {
     frozenset(("first-order", "step-in-backward")): Technique({"micro_rows": ROWS}),
     frozenset(("float32", "bf16")): Technique(overrides=("optimizer=adamw8bit",)),
+    frozenset(("lora", "state-offload")): Technique(overrides=("adapter={r: 4, embeddings: true, head: true}",)),
     frozenset(("lora", "dynamic8")): Technique(overrides=("adapter={r: 4, embeddings: true, head: true}",)),
 }
 

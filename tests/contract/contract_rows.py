@@ -6,10 +6,12 @@ every row buys is in the `test_contract_*` files beside this one. Adding a techn
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from skimp.core.batch import Batch
+from skimp.core.disk import IN_MEMORY, file_system
 from skimp.core.exact import ExactChoices
 from skimp.core.memory.oracle import Witness, witness
 from skimp.core.memory.tracker import Tracker
@@ -83,6 +86,7 @@ class Technique:
         documents: boundaries of every row, None for one document.
         base: the technique whose mathematics it shares, None when it changes them.
         reordered: sums are formed in another order than in `base`, so equal to rounding and not to the bit.
+        mapped: holds bytes that no allocator gave out (a mapped file), so the allocator's own count is less.
     """
 
     exact: dict[str, Any] = field(default_factory=dict)
@@ -90,7 +94,16 @@ class Technique:
     documents: tuple[int, ...] | None = None
     base: str | None = None
     reordered: bool = False
+    mapped: bool = False
 
+
+def scratch() -> str:
+    """A folder on a disk, for files without names."""
+    near = (Path(tempfile.gettempdir()), Path(__file__).parent, Path.home())
+    return str(next(path for path in near if file_system(path) not in IN_MEMORY))
+
+
+DISK = (f"exact.offload.folder={scratch()}",)
 
 TECHNIQUES: dict[str, Technique] = {
     "plain": Technique(),
@@ -115,7 +128,17 @@ TECHNIQUES: dict[str, Technique] = {
     "packing": Technique(documents=PACKED),
     "packing-accumulation": Technique({"micro_rows": 1}, documents=PACKED, base="packing", reordered=True),
     "packing-recompute": Technique({"recompute": tuple(range(BLOCKS))}, documents=PACKED, base="packing"),
+    "offload": Technique({"offload": tuple(range(BLOCKS))}, DISK, base="plain"),
+    "offload-some-accumulation": Technique({"offload": (0, 1), "micro_rows": 1}, DISK, base="plain", reordered=True),
+    "offload-recompute": Technique({"offload": (0, 1), "recompute": (1, 2)}, DISK, base="plain"),
+    "offload-in-backward": Technique({"offload": (0, 2), "in_backward": True}, DISK, base="plain"),
+    "states-on-disk": Technique({"states": "disk"}, DISK, base="plain", mapped=True),
+    "states-on-disk-in-backward": Technique({"states": "disk", "in_backward": True}, DISK, base="plain", mapped=True),
+    "states-on-disk-8-bit": Technique(
+        {"states": "disk", "offload": (0, 1, 2)}, (*DISK, "optimizer=adamw8bit"), base="8-bit", mapped=True
+    ),
     "lora": Technique(overrides=("adapter=lora",)),
+    "lora-offload": Technique({"offload": (0, 1, 2)}, (*DISK, "adapter=lora"), base="lora"),
     "lora-recompute": Technique({"recompute": tuple(range(BLOCKS))}, ("adapter=lora",), base="lora"),
     "lora-accumulation": Technique({"micro_rows": 1}, ("adapter=lora",), base="lora", reordered=True),
     "lora-in-backward": Technique({"in_backward": True}, ("adapter=lora",), base="lora"),

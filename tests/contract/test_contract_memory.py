@@ -35,7 +35,11 @@ def check(technique: str, style: str, count: int, rows: int = ROWS, seq: int = S
         pytest.skip("a CPU with bfloat16 instructions: its products take less than the rules say")
     cell = measured(technique, style, count, rows, seq)
     assert cell.simulated.rest == cell.tracked.rest
-    assert cell.simulated.above == cell.tracked.above == cell.witness.peak
+    assert cell.simulated.above == cell.tracked.above
+    if TECHNIQUES[technique].mapped:
+        assert cell.witness.peak <= cell.tracked.above  # a region of a mapped file is no allocation
+    else:
+        assert cell.tracked.above == cell.witness.peak
     # What two steps leave behind: nothing but what the next step replaces.
     assert cell.simulated.left == cell.tracked.left == cell.witness.held
 

@@ -18,11 +18,23 @@ FACTS: list[Facts] = [
         saves="all of a block's kept activations but its input, for one more forward of that block",
         paper=Paper("Training Deep Nets with Sublinear Memory Cost", 2016, "1604.06174"),
         recipe="exact: {recompute: all}",
-    )
+    ),
+    Facts(
+        name="activation-offload",
+        kind="saved-tensor policy",
+        summary="what a block keeps for backward waits on disk (a card: in host memory) and comes back in time",
+        where="skimp.activations.offload:Offload",
+        attacks=("activations",),
+        exact=True,
+        saves="what the chosen blocks keep, but for two of them, for the way of those bytes out and back",
+        paper=Paper("SSDTrain: An Activation Offloading Framework to SSDs for Faster LLM Training", 2024, "2408.10013"),
+        needs=("a folder on a disk, not in memory",),
+        recipe="exact: {offload: {activations: disk}}",
+    ),
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Recompute":
-        return import_module("skimp.activations.recompute").Recompute
+    if name in ("Recompute", "Offload"):
+        return getattr(import_module(f"skimp.activations.{name.lower()}"), name)
     raise AttributeError(f"module 'skimp.activations' has no attribute '{name}'")

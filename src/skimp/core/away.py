@@ -53,6 +53,8 @@ class Away:
     """
 
     place: ClassVar[Place] = "disk"
+    #: whether an open region is in the memory that computes; else the update is made where the region is.
+    visits: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.nbytes = self.largest = self.opened = 0
@@ -67,8 +69,13 @@ class Away:
         """
         self.nbytes = nbytes
 
-    def make(self, name: str, specs: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor] | None:
-        """Zeros of these shapes and dtypes in a region of their own; None where they are too small to move."""
+    def make(
+        self, name: str, specs: Sequence[tuple[Sequence[int], torch.dtype]], parameter: Tensor
+    ) -> list[Tensor] | None:
+        """Zeros of these shapes and dtypes, the state of `parameter`, in a region of their own.
+
+        None where they are too small to move.
+        """
         size = region_bytes(specs)
         if not size:
             return None
@@ -91,7 +98,8 @@ class Away:
             yield
             return
         self.opened += 1
-        here(self._regions[name], "optimizer")
+        if self.visits:
+            here(self._regions[name], "optimizer")
         self.bring(name)
         try:
             yield

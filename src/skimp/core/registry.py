@@ -27,6 +27,7 @@ Kind = Literal[
     "cache",
     "layout",
     "kernel",
+    "placement",
 ]
 Attacks = Literal["weights", "gradients", "optimizer", "activations", "logits", "workspace", "data", "uncertainty"]
 

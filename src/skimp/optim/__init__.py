@@ -61,6 +61,18 @@ FACTS: list[Facts] = [
         },
     ),
     *RULES,
+    Facts(
+        name="state-offload",
+        kind="placement",
+        summary="optimizer states live in a mapped file (a card: in host memory), here for their own update only",
+        where="skimp.core.state_file:StateFile",
+        attacks=("optimizer",),
+        exact=True,
+        saves="all states but the largest parameter's: 8 bytes a parameter with AdamW, for their way in and out a step",
+        paper=Paper("ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", 2021, "2104.07857"),
+        needs=("a folder on a disk, not in memory",),
+        recipe="exact: {offload: {optimizer: disk}}",
+    ),
 ]
 
 _HOMES = {

@@ -30,7 +30,7 @@ def made(rule: UpdateRule, p: Tensor) -> dict[str, Tensor] | None:
     if rule.away is None:
         return None
     spec = rule.spec_of(p)
-    tensors = rule.away.make(rule.name_of(p), list(spec.values()))
+    tensors = rule.away.make(rule.name_of(p), list(spec.values()), p)
     return None if tensors is None else dict(zip(spec, tensors, strict=True))
 
 

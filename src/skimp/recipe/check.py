@@ -24,6 +24,7 @@ def contradictions(recipe: Recipe) -> list[Problem]:
         *_evaluation(recipe),
         *_places(recipe),
         *_pinned(recipe),
+        *_offload(recipe),
         *_method(recipe),
         *_adapter(recipe),
     ]
@@ -180,6 +181,35 @@ def _pinned(recipe: Recipe) -> Iterator[Problem]:
             f"a step has train.batch_tokens {recipe.train.batch_tokens} / data.seq_len "
             f"{recipe.data.seq_len} = {rows} rows",
             (f"exact.micro_batch={rows}", f"train.batch_tokens={micro * recipe.data.seq_len}"),
+        )
+
+
+def _offload(recipe: Recipe) -> Iterator[Problem]:
+    asked = recipe.exact.offload
+    for key in ("activations", "optimizer"):
+        if recipe.device == "cpu" and getattr(asked, key) == "host":
+            yield Problem(
+                f"exact.offload.{key}",
+                "disk, when device is cpu",
+                "host",
+                "a run on the CPU computes in host memory: what waits there has gone nowhere",
+                (f"exact.offload.{key}=disk", "device=cuda, to plan for a card"),
+            )
+    if asked.blocks is not None and asked.activations in (None, "none"):
+        yield Problem(
+            "exact.offload.blocks",
+            "exact.offload.activations host or disk beside it",
+            f"activations {asked.activations or 'null'}",
+            "the blocks named have nowhere to put what they keep",
+            ("exact.offload.activations=disk", "exact.offload.blocks=null"),
+        )
+    if asked.blocks in (0, "none", ()) and asked.activations in ("host", "disk"):
+        yield Problem(
+            "exact.offload.blocks",
+            "at least one block",
+            "none",
+            f"activations are to wait on {asked.activations}, and no block's do",
+            ("exact.offload.activations=none", "exact.offload.blocks=null: those that the plan needs"),
         )
 
 

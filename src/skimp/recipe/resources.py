@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchem
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from skimp.core.errors import did_you_mean
-from skimp.recipe.fields import Flag, Section, Size, Whole, refuse, whole
+from skimp.recipe.fields import Flag, Section, Size, Whole, Words, refuse, whole
 
 
 class Budget(Section):
@@ -69,6 +69,28 @@ Recompute = Annotated[
 ]
 
 
+class Offload(Section):
+    """What may wait outside the memory the run computes in. null leaves it to the planner; none pins it here.
+
+    On a CPU there is the disk; on a card host memory is nearer.
+    """
+
+    activations: Literal["none", "host", "disk"] | None = Field(
+        default=None, description="Where tensors kept for backward wait."
+    )
+    blocks: Recompute = Field(
+        default=None,
+        description="Blocks whose tensors wait there: all, a count (the first ones), or a list of indices; needs "
+        "activations.",
+    )
+    optimizer: Literal["none", "host", "disk"] | None = Field(
+        default=None, description="Where optimizer states live between updates."
+    )
+    folder: Words | None = Field(
+        default=None, description="Folder on a disk for what waits there; null is offload/ in the run's output."
+    )
+
+
 class Exact(Section):
     """Techniques that leave the mathematics alone. null lets the planner choose; a value pins it."""
 
@@ -84,6 +106,7 @@ class Exact(Section):
         default=None,
         description="Step each parameter as soon as its gradient is final, and free the gradient.",
     )
+    offload: Offload = Field(default_factory=Offload, description="What waits on disk or in host memory.")
     kernels: Literal["fused", "plain"] | None = Field(
         default=None,
         description="RMSNorm and SwiGLU on a CPU: fused is skimp's native form, plain the model's own; null is fused "

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from skimp.activations.offload import Offload
 from skimp.activations.recompute import Recompute
 from skimp.adapters.lora import LoRA
 from skimp.core import attention
+from skimp.core.away import Away
 from skimp.core.batch import Batch
 from skimp.core.errors import ConflictError, ModelError
 from skimp.core.exact import ExactChoices
@@ -32,6 +34,7 @@ from skimp.optim.groups import decay_groups, role_groups
 from skimp.optim.roles import roles
 from skimp.run.adapt import adapt
 from skimp.run.head import Head
+from skimp.run.offloaded import check_places, offload, states_away
 from skimp.run.skeleton import materialise, simulate_tensors, skeleton
 from skimp.steps.first_order import FirstOrder, StepResult
 
@@ -54,6 +57,8 @@ class Run:
         recompute: the wrapped blocks, None without.
         fused: the layers that run fused, None without.
         adapter: the additions that train in the model's place, None without.
+        offload: the blocks whose kept tensors wait elsewhere, None without.
+        simulated: its tensors have shapes and no values.
     """
 
     recipe: Any
@@ -67,6 +72,8 @@ class Run:
     recompute: Recompute | None
     fused: Fused | None = None
     adapter: LoRA | None = None
+    offload: Offload | None = None
+    simulated: bool = False
 
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step over a whole step's rows, cut into micro-batches."""
@@ -104,9 +111,14 @@ class Run:
         check_blocks(exact, self.structure)
         old = self.delivery
         old.close()
+        if self.offload is not None:
+            self.offload.remove()
         if self.recompute is not None:
             self.recompute.remove()
         self.recompute = _recompute(self.model, self.structure, exact)
+        self.offload = offload(self.model, self.structure, exact, self.recipe, self.simulated)
+        if exact.states != self.exact.states:
+            self.optimizer.keep_states(states_away(exact, self.recipe, self.simulated))
         self.delivery = _delivery(self.recipe, exact, old.parameters.items(), self.optimizer, old.sinks)
         self.delivery.step_index = old.step_index
         self.head.chunk = exact.loss_chunk
@@ -120,14 +132,21 @@ class Run:
         tracker.hold(self.model.buffers(), "weights")
         if self.adapter is not None:
             tracker.hold(self.adapter.additions(), "adapters")
-        states = (v for state in self.optimizer.state.values() for v in state.values())
-        tracker.hold((v for v in states if isinstance(v, Tensor)), "optimizer")
+        away = self.optimizer.away
+        for name, _, value in self.optimizer.named_state():
+            if isinstance(value, Tensor):
+                there = away is not None and away.holds(name)
+                tracker.away([value]) if there else tracker.hold([value], "optimizer")
         tracker.hold(batch.tensors(), "batch")
 
     def close(self) -> None:
         """Remove hooks and wrappers; the model is plain again."""
         self.delivery.close()
         self.head.close()
+        if self.offload is not None:
+            self.offload.remove()
+        if self.optimizer.away is not None:
+            self.optimizer.away.close()
         if self.recompute is not None:
             self.recompute.remove()
         if self.fused is not None:
@@ -173,10 +192,10 @@ def build(
             check_path(model, structure)
     mode = simulate if simulate is not None else _Nothing()
     with mode:
-        return _assemble(recipe, exact, model, structure)
+        return _assemble(recipe, exact, model, structure, simulate is not None)
 
 
-def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Structure) -> Run:
+def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Structure, simulated: bool) -> Run:
     adapter = adapt(model, structure, recipe)
     fused = Fused(model, halves=recipe.exact.kernels == "fused") if uses_fused(recipe) else None
     if recipe.exact.kernels == "fused" and fused is not None and not fused.norms and not fused.mlps:
@@ -187,9 +206,10 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
             "exact.kernels=null: fused where it can be",
         )
     recompute = _recompute(model, structure, exact)
+    away = offload(model, structure, exact, recipe, simulated)
     _name_blocks(model, structure)
     named = list(trainable(model))
-    optimizer = make_optimizer(recipe, named, model, structure)
+    optimizer = make_optimizer(recipe, named, model, structure, states_away(exact, recipe, simulated))
     weights = (
         {f"{structure.head}.weight", f"{structure.embedding}.weight"}
         if structure.tied
@@ -207,7 +227,8 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
         sink=_sink(delivery),
     )
     stepper = FirstOrder(head.loss, delivery)
-    return Run(recipe, exact, model, structure, head, optimizer, delivery, stepper, recompute, fused, adapter)
+    built = (recipe, exact, model, structure, head, optimizer, delivery, stepper, recompute, fused, adapter)
+    return Run(*built, offload=away, simulated=simulated)
 
 
 def _recompute(model: nn.Module, structure: Structure, exact: ExactChoices) -> Recompute | None:
@@ -258,6 +279,8 @@ def techniques(recipe: Any, exact: ExactChoices) -> list[str]:
     names += ["packing"] if recipe.data.packing else []
     names += ["recompute"] if exact.recompute else []
     names += ["step-in-backward"] if exact.in_backward else []
+    names += ["activation-offload"] if exact.offload else []
+    names += ["state-offload"] if exact.states != "device" else []
     names += ["fused-rmsnorm", "fused-swiglu"] if uses_fused(recipe) else []
     return names
 
@@ -289,9 +312,14 @@ def check_path(model: nn.Module, structure: Structure) -> None:
 
 
 def make_optimizer(
-    recipe: Any, named: Sequence[tuple[str, nn.Parameter]], model: nn.Module, structure: Structure
+    recipe: Any,
+    named: Sequence[tuple[str, nn.Parameter]],
+    model: nn.Module,
+    structure: Structure,
+    away: Away | None = None,
 ) -> Any:
-    """The recipe's update rule over its decay groups, cut further by role where the rule treats roles unlike."""
+    """The recipe's update rule over its decay groups, cut further by role where the rule treats roles unlike; its
+    states live in `away`."""
     rule = load(rule_name(recipe), "update rule")
     options: dict[str, Any] = {"lr": recipe.train.lr, **recipe.optimizer.options()}
     if "seed" in signature(rule).parameters:
@@ -299,13 +327,19 @@ def make_optimizer(
     decay = recipe.train.weight_decay
     groups = role_groups(named, decay, roles(model, structure)) if rule.by_role else decay_groups(named, decay)
     optimizer = rule(groups, **options)
+    if away is not None:
+        optimizer.keep_states(away)
     for _, parameter in named:
         optimizer.init_state(parameter)
     return optimizer
 
 
 def check_exact(exact: ExactChoices, recipe: Any) -> None:
-    """In backward needs the whole step as one micro-batch: a gradient still to be added to is not final."""
+    """In backward needs the whole step as one micro-batch: a gradient still to be added to is not final.
+
+    And what waits elsewhere needs a place that is not the one that computes.
+    """
+    check_places(exact)
     rows = recipe.rows_per_step
     if exact.in_backward and exact.micro_rows < rows:
         raise ConflictError(
@@ -331,12 +365,13 @@ def check_positions(recipe: Any, structure: Structure) -> None:
 
 
 def check_blocks(exact: ExactChoices, structure: Structure) -> None:
-    """Every block named for recompute must exist."""
-    wrong = [i for i in exact.recompute if i >= len(structure.blocks)]
-    if wrong:
-        raise ModelError(
-            f"exact.recompute of block {wrong[0]}", f"{len(structure.blocks)} blocks, 0 to {len(structure.blocks) - 1}"
-        )
+    """Every block named for recompute or offload must exist."""
+    for key, named in (("recompute", exact.recompute), ("offload.blocks", exact.offload)):
+        wrong = [i for i in named if i >= len(structure.blocks)]
+        if wrong:
+            raise ModelError(
+                f"exact.{key}: block {wrong[0]}", f"{len(structure.blocks)} blocks, 0 to {len(structure.blocks) - 1}"
+            )
 
 
 def _name_blocks(model: nn.Module, structure: Structure) -> None:

@@ -65,6 +65,7 @@ class Effect:
         _micro_batches(run, forwards)
         if run.exact.recompute:
             _recomputed(run, forwards)
+        _offloaded(run, forwards)
         if run.fused is not None and run.recipe.exact.kernels == "fused":
             run.fused.assert_effect()
         if run.exact.in_backward and self._outlived:
@@ -128,6 +129,17 @@ def _recomputed(run: Run, forwards: int) -> None:
     if run.recompute is None or set(run.recompute.blocks) != set(wanted):
         raise EffectError(f"recompute of {len(wanted)} blocks", "they are not wrapped")
     run.recompute.assert_effect(forwards)
+
+
+def _offloaded(run: Run, forwards: int) -> None:
+    if run.exact.offload:
+        if run.offload is None or run.offload.chosen != run.exact.offload:
+            raise EffectError(f"offload of {len(run.exact.offload)} blocks", "they are not wrapped")
+        run.offload.assert_effect(forwards)
+    if run.exact.states != "device":
+        if run.optimizer.away is None or run.optimizer.away.place != run.exact.states:
+            raise EffectError(f"optimizer states on {run.exact.states}", "they are beside their parameters")
+        run.optimizer.away.assert_effect()
 
 
 def _states(run: Run) -> None:

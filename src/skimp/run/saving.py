@@ -18,6 +18,7 @@ from skimp.run.checkpoint_folder import complete_steps, latest, set_aside
 from skimp.run.checkpoint_read import Checkpoint
 from skimp.run.environment import differences, environment
 from skimp.run.folder import begun
+from skimp.run.tensor_bytes import Later, Spec
 
 if TYPE_CHECKING:
     from skimp.run.loop import Loop, State
@@ -55,7 +56,11 @@ class Saver:
             CheckpointError: no room or a failing disk; the last good checkpoint is intact.
         """
         run = loop.run
-        tensors = [(state_key(n, k), v) for n, k, v in run.optimizer.named_state() if isinstance(v, Tensor)]
+        tensors = [
+            (state_key(n, k), state_entry(run.optimizer, n, v))
+            for n, k, v in run.optimizer.named_state()
+            if isinstance(v, Tensor)
+        ]
         numbers = {state_key(n, k): v for n, k, v in run.optimizer.named_state() if not isinstance(v, Tensor)}
         meta = {
             **self.facts,
@@ -65,15 +70,27 @@ class Saver:
             "rng": rng.capture(),
             "environment": environment(),
         }
-        groups: dict[str, list[tuple[str, Tensor]]] = {**weight_groups(run), "optimizer": tensors}
+        groups: dict[str, list[tuple[str, Tensor | Later]]] = {**weight_groups(run), "optimizer": tensors}
         keep = self.keep + spare
-        path = checkpoint.save(self.root, loop.state.step, groups, meta, keep=keep, best=best)
+        try:
+            path = checkpoint.save(self.root, loop.state.step, groups, meta, keep=keep, best=best)
+        finally:
+            if run.optimizer.away is not None:
+                run.optimizer.away.leave()
         if self.said is not None:
             self.said(path)
         return path
 
 
-def weight_groups(run: Run) -> dict[str, list[tuple[str, Tensor]]]:
+def state_entry(optimizer: Any, name: str, value: Tensor) -> Tensor | Later:
+    """A state as a checkpoint takes it: one that lives elsewhere when its turn comes, and the one before it goes."""
+    away = optimizer.away
+    if away is None or not away.holds(name):
+        return value
+    return Later(Spec(value.dtype, tuple(value.shape)), lambda: away.visit(name, value))
+
+
+def weight_groups(run: Run) -> dict[str, list[tuple[str, Tensor | Later]]]:
     """What a checkpoint holds of the weights: with an adapter what it trains; the base comes from its own source."""
     if run.adapter is not None:
         return {"adapter": list(run.adapter.named_parameters())}

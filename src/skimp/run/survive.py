@@ -98,6 +98,8 @@ class Survival:
 
     def _give_up_step(self, loop: Loop) -> None:
         loop.run.delivery.discard()
+        if loop.run.offload is not None:
+            loop.run.offload.saved.discard()
         loop.expect()
         give_back()
 

@@ -1,0 +1,73 @@
+"""Where what is offloaded goes in a run: real places for real tensors, counted ones for simulated tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from skimp.activations.offload import Offload
+from skimp.core import attention
+from skimp.core.away import Away
+from skimp.core.disk import DiskTier
+from skimp.core.errors import ConflictError
+from skimp.core.exact import ExactChoices
+from skimp.core.pinned import HostTier
+from skimp.core.state_file import StateFile
+from skimp.core.state_host import HostStates, SimulatedHostStates
+from skimp.core.structure import Structure
+from skimp.core.tiers import SimulatedDisk, SimulatedHost, Tier
+
+
+def folder(recipe: Any) -> Path:
+    """Where files without names are made: the recipe's folder, or one in the run's output."""
+    named = recipe.exact.offload.folder
+    return Path(named) if named else Path(recipe.output) / "offload"
+
+
+def offload(
+    model: nn.Module, structure: Structure, exact: ExactChoices, recipe: Any, simulated: bool
+) -> Offload | None:
+    """The chosen blocks, wrapped; None without any.
+
+    Raises:
+        RecipeError, OSError: the folder is in memory, or cannot be written.
+    """
+    if not exact.offload:
+        return None
+    tier: Tier
+    if exact.offload_to == "host":
+        tier = SimulatedHost() if simulated else HostTier()
+    else:
+        tier = SimulatedDisk() if simulated else DiskTier(folder(recipe))
+    return Offload(model, structure.blocks, exact.offload, tier)
+
+
+def states_away(exact: ExactChoices, recipe: Any, simulated: bool) -> Away | None:
+    """The place of optimizer states; None for beside their parameters.
+
+    Raises:
+        RecipeError, OSError: as `offload`.
+    """
+    if exact.states == "device":
+        return None
+    if exact.states == "host":
+        return SimulatedHostStates() if simulated else HostStates()
+    return Away() if simulated else StateFile(folder(recipe))
+
+
+def check_places(exact: ExactChoices) -> None:
+    """Nothing can wait in the memory that computes.
+
+    Raises:
+        ConflictError: something is to.
+    """
+    host = (exact.offload and exact.offload_to == "host") or exact.states == "host"
+    if host and attention.target_device() == "cpu":
+        raise ConflictError(
+            "offload to the host",
+            "a run on the CPU",
+            "it computes in host memory: what waits there has gone nowhere",
+            ["exact.offload.activations=disk", "exact.offload.optimizer=disk"],
+        )
