@@ -145,9 +145,30 @@ def train_recipe(recipe: Any, *, resume: bool = False, voice: Voice | None = Non
             outcome = run_session(
                 settled, found, here, text, folder, resume=resume, voice=voice, asked=recipe, loggers=loggers
             )
+        remember(settled, found, outcome, voice)
         if recipe.report and outcome.summary["steps"]:
             draw(outcome.folder, voice)
         return outcome
+
+
+def remember(recipe: Any, found: Plan, outcome: Outcome, voice: Voice) -> None:
+    """Planned against measured goes into this machine's log; that it could not is said and no more."""
+    from skimp.plan import history
+
+    summary = outcome.summary
+    if not summary["steps"]:
+        return
+    measured = {
+        "tensors": summary["measured_peak_bytes"],
+        "process": summary["rss_peak_bytes"],
+        "seconds": history.steady_seconds(outcome.folder / "metrics.jsonl") or summary["seconds_per_step"],
+        "steps": summary["steps"],
+        "stopped": outcome.stopped,
+        "survived": len(summary["survived"]),
+    }
+    refused = history.append(history.record(recipe, found, measured, summary["versions"], "run"))
+    if refused is not None:
+        voice.say(refused)
 
 
 def draw(folder: Path, voice: Voice) -> None:

@@ -56,7 +56,7 @@ def examine(output: Path, check: bool) -> list[Finding]:
 
     probe = software.probe()
     found = [*machine.machine(), *software.software(probe), *software.kernels(probe), *software.accelerators(probe)]
-    found += [*software.extras(), *machine.files(output)]
+    found += [*software.extras(), *machine.files(output), *machine.plans(probe)]
     return found + (checked(output) if check else [])
 
 

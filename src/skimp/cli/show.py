@@ -58,10 +58,24 @@ def print_plan(plan: Any, console: Console) -> None:
     for reason in plan.why:
         console.print(f"  · {reason}")
     console.print(f"predicted: {short(plan.seconds)} a step, {tokens_per_second(plan)} tokens/s ({plan.rates})")
+    _earlier(plan, console)
     console.print(f"disk: checkpoints {format_bytes(plan.disk_bytes)} of {format_bytes(plan.places.disk)}")
     _alternatives(plan, console)
     for note in plan.notes:
         console.print(f"note: {note}", style="bright_black", markup=False)
+
+
+def _earlier(plan: Any, console: Console) -> None:
+    """What earlier runs on this machine say of this plan; nothing where there was none."""
+    seen = plan.places.seen
+    if seen.errors and plan.places.on_cpu:
+        least = seen.least_bytes(plan.peak_bytes, plan.places.baseline)
+        console.print(f"by earlier runs here: {format_bytes(least)} to {format_bytes(plan.peak_bytes)} of the process")
+    span = seen.seconds(plan.seconds)
+    if span is not None and plan.places.on_cpu:
+        console.print(f"by earlier runs here: {short(span[0])} to {short(span[1])} a step")
+    for sentence in seen.sentences():
+        console.print(f"  · {sentence}")
 
 
 def _trained(profile: Any) -> str:

@@ -7,7 +7,7 @@ constant), the tracked tensors, and what the allocator and libraries add on top 
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from skimp.core.memory.process import Policy, malloc_policy, resident
 from skimp.core.memory.warm import warm_baseline
 from skimp.core.units import format_bytes
 from skimp.kernels.native import pool
+from skimp.plan import history
+from skimp.plan.seen import More, Seen, seen
 
 #: What is allowed for the allocator and libraries on top of tracked bytes, per policy: (fixed bytes, share of the
 #: tracked peak). Under "pool" the freed blocks that wait for the next tensor take POOL_ROOM besides. Set above what
@@ -48,6 +50,7 @@ class Places:
         card: the card's facts, None on a CPU.
         available: on a CPU, what this machine has now for the process, whatever the budget says; a plan may be for a
             larger machine, a run is not.
+        seen: what earlier runs on this machine took; what they took above the rule is added to it.
     """
 
     device: str
@@ -58,6 +61,7 @@ class Places:
     why: tuple[str, ...]
     card: Any = None
     available: int | None = None
+    seen: Seen = field(default_factory=Seen)
 
     @property
     def on_cpu(self) -> bool:
@@ -68,14 +72,13 @@ class Places:
         if not self.on_cpu:
             return self.device_budget
         fixed, share = _slack(policy)
-        room = POOL_ROOM if policy == "pool" else 0
-        return int((self.device_budget - self.baseline - fixed - room) / (1 + share))
+        room, more = POOL_ROOM if policy == "pool" else 0, self.seen.more.get(policy, More())
+        left = self.device_budget - self.baseline - fixed - room
+        return int(min((left - more.bytes) / (1 + share), left / (1 + share + more.share)))
 
     def resident_peak(self, tracked: int, policy: Policy = "return") -> int:
         """Predicted resident bytes of the process for a tracked peak."""
-        fixed, share = _slack(policy)
-        room = POOL_ROOM if policy == "pool" else 0
-        return self.baseline + fixed + room + int(tracked * (1 + share))
+        return self.baseline + by_rule(tracked, policy) + self.seen.more.get(policy, More()).of(tracked)
 
     def pool_limit(self, tracked: int) -> int:
         """Bytes that tensors and waiting blocks together may take under "pool"."""
@@ -91,6 +94,20 @@ def budgets(where: Places, recipe: Any) -> dict[Policy, tuple[int, float]]:
         return {"pool": (where.tensor_budget("pool"), 1.0)}
     costs: dict[Policy, float] = {"reuse": 1.0, "return": RETURN_COST}
     return {p: (where.tensor_budget(p), c) for p, c in costs.items() if pinned in (None, p)}
+
+
+def by_rule(tracked: int, policy: Policy) -> int:
+    """Bytes beside the process's own for a tracked peak, by the rule alone."""
+    fixed, share = _slack(policy)
+    return fixed + (POOL_ROOM if policy == "pool" else 0) + int(tracked * (1 + share))
+
+
+def earlier(recipe: Any = None) -> Seen:
+    """What this machine's log says of plans by the present rule, and of this very recipe."""
+    from skimp.run.environment import environment
+
+    digest = "" if recipe is None else history.digest(recipe)
+    return seen(history.read(), history.machine(), environment(), by_rule, digest)
 
 
 def _slack(policy: Policy) -> tuple[int, float]:
@@ -118,7 +135,8 @@ def places(recipe: Any, config: dict[str, Any], gpu: str | None = None, memory: 
     if device == "cpu":
         asked = memory or recipe.budget.host
         said = f"budget {format_bytes(asked)} for the whole process" if asked else here.why
-        return Places("cpu", asked or here.bytes, asked or here.bytes, disk, baseline, (said,), available=here.bytes)
+        most = asked or here.bytes
+        return Places("cpu", most, most, disk, baseline, (said,), available=here.bytes, seen=earlier(recipe))
     cards = resolve_gpu("24GB" if device == "cuda" else device)
     if cards.count > 1:
         raise RecipeError(

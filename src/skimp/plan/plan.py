@@ -97,4 +97,5 @@ class Plan:
             "moments": self.profile.moments(),
             "model": self.model,
             "notes": list(self.notes),
+            "seen": self.places.seen.as_dict(),
         }

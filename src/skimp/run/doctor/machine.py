@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from skimp.core.errors import SkimpError
 from skimp.core.memory.room import field
@@ -52,6 +53,23 @@ def files(output: Path) -> Iterator[Finding]:
     set_by = "SKIMP_CACHE" if os.environ.get("SKIMP_CACHE") else "the default; SKIMP_CACHE names another"
     mend = "export SKIMP_CACHE=/a/folder/that/can/be/written" if found.state == "wrong" else found.mend
     yield Finding("files", "cache", f"{about} ({set_by})", found.state, mend, found.facts | {"held_bytes": held})
+
+
+def plans(probe: dict[str, Any]) -> Iterator[Finding]:
+    """How far off plans on this machine were so far, by the log of planned against measured."""
+    from skimp.plan.history import path, read
+
+    log = path()
+    count, seen = len(read(log)), probe.get("plans", {})
+    said = (
+        "; ".join(seen.get("said", ())) or "no run on this machine counts yet (300 MB above its process, this version)"
+    )
+    facts = {"path": str(log), "records": count, **{k: v for k, v in seen.items() if k != "said"}}
+    where = f" ({count} records in {log})" if count else ""
+    if log.exists() and not os.access(log, os.R_OK | os.W_OK):
+        yield Finding("files", "plans", f"{log} cannot be read and written", "note", f"chmod u+rw {log}", facts)
+    else:
+        yield Finding("files", "plans", f"{said}{where}", facts=facts)
 
 
 def _processor(root: Path) -> Finding:

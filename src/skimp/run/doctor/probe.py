@@ -31,8 +31,12 @@ def look() -> dict[str, Any]:
         return found
     import torch
 
+    from skimp.core.memory.process import set_malloc_policy
     from skimp.kernels.native import pool, why
+    from skimp.plan.places import earlier
 
+    set_malloc_policy()  # the rule that runs are held against is the one under this policy
+    seen = earlier()
     cuda = torch.cuda.is_available()
     found |= {
         "torch": str(torch.__version__),
@@ -40,6 +44,7 @@ def look() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "native": why(),
         "pool": pool.why(),
+        "plans": {**seen.as_dict(), "said": seen.sentences()},
         "cpu": {
             "mkl": "mkl" in torch.__config__.show().lower(),
             "openmp": "OpenMP" in torch.__config__.parallel_info(),
