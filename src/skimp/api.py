@@ -53,9 +53,15 @@ def plan(
 
 
 def plan_recipe(
-    recipe: Any, source: Any, *, gpu: str | None = None, memory: str | int | None = None, offer: bool = True
+    recipe: Any,
+    source: Any,
+    *,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    offer: bool = True,
+    text_bytes: int = 0,
 ) -> Plan:
-    """`plan` for a recipe and model source that are already resolved."""
+    """`plan` for a recipe and model source that are already resolved; `text_bytes` of tokens are on disk."""
     from skimp.core.memory.process import set_malloc_policy
     from skimp.kernels.native import pool
     from skimp.plan.make import make_plan
@@ -74,7 +80,9 @@ def plan_recipe(
             "exact.malloc=pool", pool.why(), instead=["python -m skimp.kernels.native", "exact.malloc=return"]
         )
     bytes_ = None if memory is None else parse_bytes(memory, "memory")
-    return make_plan(recipe, source.config, gpu=gpu, memory=bytes_, label=source.name, offer=offer)
+    return make_plan(
+        recipe, source.config, gpu=gpu, memory=bytes_, label=source.name, offer=offer, text_bytes=text_bytes
+    )
 
 
 def train(
@@ -138,7 +146,7 @@ def train_recipe(recipe: Any, *, resume: bool = False, voice: Voice | None = Non
             folder.vitals.ended(done.stopped)
             return done
         folder.vitals.beat("plan")
-        settled, found = settle(recipe, source, voice)
+        settled, found = settle(recipe, source, voice, text.bytes_on_disk())
         # A checkpoint holds the whole model, but of an adapter the adapter alone.
         here = source if resume and recipe.adapter is None else fetch_model(source)
         with following(recipe, folder.path, voice) as loggers:
@@ -181,7 +189,7 @@ def draw(folder: Path, voice: Voice) -> None:
         voice.say(sentence)
 
 
-def settle(recipe: Any, source: Any, voice: Voice) -> tuple[Any, Plan]:
+def settle(recipe: Any, source: Any, voice: Voice, text_bytes: int = 0) -> tuple[Any, Plan]:
     """The recipe that will run, and its plan. With `auto: approximate` and nothing exact that fits, the first offer
     that fits is taken, said aloud, and planned anew.
 
@@ -190,7 +198,7 @@ def settle(recipe: Any, source: Any, voice: Voice) -> tuple[Any, Plan]:
     """
     from skimp.recipe import load_recipe
 
-    found = plan_recipe(recipe, source)
+    found = plan_recipe(recipe, source, text_bytes=text_bytes)
     # The text is ready by now, so what would change its rows is offered and never taken; nor is what would train
     # something else than the model.
     untaken = ("data.", "adapter=")
@@ -199,7 +207,7 @@ def settle(recipe: Any, source: Any, voice: Voice) -> tuple[Any, Plan]:
     if not found.fits and recipe.auto == "approximate" and offered is not None:
         voice.say(f"nothing exact fits; auto: approximate takes {' '.join(offered.overrides)} ({offered.label})")
         recipe = load_recipe(recipe.as_dict(), offered.overrides)
-        found = plan_recipe(recipe, source)
+        found = plan_recipe(recipe, source, text_bytes=text_bytes)
     voice.planned(found)
     refuse_unless_fits(found)
     return recipe, found
@@ -272,9 +280,14 @@ def refuse_unless_fits(found: Plan) -> None:
     if found.peak_bytes <= found.places.device_budget:
         raise DoesNotFit(
             f"training {found.model} with {format_bytes(found.places.disk)} of disk",
-            f"checkpoints take {format_bytes(found.disk_bytes)}",
+            f"checkpoints{_and_more(found)} take {format_bytes(found.disk_bytes)}",
             "the new one is written in full before the oldest is removed",
-            ["checkpoint.keep=1", "checkpoint.every=null: one at the end", "an output on a larger disk"],
+            [
+                "checkpoint.keep=1",
+                "checkpoint.every=null: one at the end",
+                "an output on a larger disk",
+                *(["exact.offload.activations=none, exact.offload.optimizer=none"] if found.profile.away else []),
+            ],
         )
     smallest = min([found.peak_bytes, *(a.peak_bytes for a in found.alternatives if a.exact)])
     ways = [
@@ -292,6 +305,13 @@ def refuse_unless_fits(found: Plan) -> None:
         f"the peak is in {found.profile.peak.where()}",
         ways,
     )
+
+
+def _and_more(found: Plan) -> str:
+    """What else the disk is to hold, in words."""
+    offloaded = found.profile.away.get("disk", 0)
+    text = f", the text as tokens ({format_bytes(found.places.text_bytes)})" if found.places.text_bytes else ""
+    return text + (f" and what is offloaded ({format_bytes(offloaded)})" if offloaded else "")
 
 
 def _rounded_up(size: int) -> str:

@@ -59,7 +59,9 @@ def print_plan(plan: Any, console: Console) -> None:
         console.print(f"  · {reason}")
     console.print(f"predicted: {short(plan.seconds)} a step, {tokens_per_second(plan)} tokens/s ({plan.rates})")
     _earlier(plan, console)
-    console.print(f"disk: checkpoints {format_bytes(plan.disk_bytes)} of {format_bytes(plan.places.disk)}")
+    console.print(f"disk: {_on_disk(plan)} of {format_bytes(plan.places.disk)}")
+    if plan.profile.away.get("host"):
+        console.print(f"host: {format_bytes(plan.host_bytes)} of {format_bytes(plan.places.host)}, offloaded to it")
     _alternatives(plan, console)
     for note in plan.notes:
         console.print(f"note: {note}", style="bright_black", markup=False)
@@ -76,6 +78,14 @@ def _earlier(plan: Any, console: Console) -> None:
         console.print(f"by earlier runs here: {short(span[0])} to {short(span[1])} a step")
     for sentence in seen.sentences():
         console.print(f"  · {sentence}")
+
+
+def _on_disk(plan: Any) -> str:
+    offloaded, text = plan.profile.away.get("disk", 0), plan.places.text_bytes
+    parts = [f"checkpoints {format_bytes(plan.disk_bytes - offloaded - text)}"]
+    parts += [f"tokens {format_bytes(text)}"] if text else []
+    parts += [f"offloaded {format_bytes(offloaded)}"] if offloaded else []
+    return " + ".join(parts)
 
 
 def _trained(profile: Any) -> str:

@@ -20,11 +20,15 @@ from skimp.core.repeat import times
 
 @dataclass(frozen=True)
 class Rates:
-    """flops: operations per second in matrix products; bandwidth: bytes per second; source: where they are from."""
+    """flops: operations per second in matrix products; bandwidth: bytes per second; source: where they are from.
+
+    near: on a CPU a folder on the disk that offloaded tensors would go to; empty for a card (`plan.transfers`).
+    """
 
     flops: float
     bandwidth: float
     source: str
+    near: str = ""
 
 
 class CostMeter:

@@ -68,6 +68,7 @@ def extended(
         numbers["parameters"],
         numbers["trained"],
         numbers["kept"],
+        away={k[5:]: v for k, v in numbers.items() if k.startswith("away ")},
     )
 
 
@@ -84,6 +85,7 @@ def _numbers(profile: MemoryProfile) -> dict[Any, tuple[int, ...]]:
         "kept": profile.kept_bytes,
     }
     found |= {f"resting {k}": v for k, v in profile.resting.items()}
+    found |= {f"away {k}": v for k, v in profile.away.items()}
     found |= {f"phase {k}": v for k, v in profile.phases.items() if k != "train"}
     return {k: (v,) for k, v in found.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from skimp.core.errors import ModelError
@@ -29,6 +30,7 @@ def make_plan(
     label: str = "",
     offer: bool = True,
     where: Places | None = None,
+    text_bytes: int = 0,
 ) -> Plan:
     """Search the exact techniques and explain the outcome.
 
@@ -39,16 +41,18 @@ def make_plan(
         label: the model's name for people.
         offer: when nothing exact fits, simulate the approximate ways too.
         where: the budgets, when they are known already; nothing is measured then.
+        text_bytes: of the text as tokens on disk, where it is ready.
     """
-    where = where or places(recipe, config, gpu, memory)
+    where = where or places(recipe, config, gpu, memory, text_bytes)
     blocks = int(config[layers_of(config)])
     target = "cpu" if where.on_cpu else "cuda"
     rates = _rates(where, recipe.precision)
     search = Search(recipe, config, blocks, budgets(where, recipe), rates, target)
     profile, found, seconds = search.best()
     peak = _compared(where, profile.peak_bytes, profile.exact.malloc)
-    disk = _disk(recipe, profile.kept_bytes)
-    fits = peak <= where.device_budget and disk <= where.disk
+    disk = _disk(recipe, profile.kept_bytes) + where.text_bytes + profile.away.get("disk", 0)
+    host = profile.away.get("host", 0) + (0 if where.on_cpu else where.baseline)
+    fits = peak <= where.device_budget and disk <= where.disk and (where.on_cpu or host <= where.host)
     alternatives = [_alternative(c, where, blocks, recipe.rows_per_step) for c in found if c.exact != profile.exact]
     if not fits and offer:
         alternatives += offers(recipe, config, blocks, where, rates, target, peak, sum(profile.resting.values()))
@@ -62,6 +66,7 @@ def make_plan(
         why=tuple(_reasons(search, profile.exact, where)),
         alternatives=tuple(alternatives),
         disk_bytes=disk,
+        host_bytes=peak if where.on_cpu else host,
         model=label or str(config.get("model_type")),
         blocks=blocks,
         rows=recipe.rows_per_step,
@@ -77,7 +82,7 @@ def _compared(where: Places, tracked: int, policy: Policy) -> int:
 
 def _rates(where: Places, precision: str) -> Rates:
     if where.on_cpu:
-        return probe()
+        return replace(probe(), near=where.near)
     card = where.card
     tflops = card.fp32_tflops if precision == "fp32" else card.bf16_tflops
     if tflops is None:

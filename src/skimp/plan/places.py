@@ -18,6 +18,7 @@ from skimp.core.units import format_bytes
 from skimp.kernels.native import pool
 from skimp.plan import history
 from skimp.plan.seen import More, Seen, seen
+from skimp.run.offloaded import folder
 
 #: What is allowed for the allocator and libraries on top of tracked bytes, per policy: (fixed bytes, share of the
 #: tracked peak). Under "pool" the freed blocks that wait for the next tensor take POOL_ROOM besides. Set above what
@@ -51,6 +52,8 @@ class Places:
         available: on a CPU, what this machine has now for the process, whatever the budget says; a plan may be for a
             larger machine, a run is not.
         seen: what earlier runs on this machine took; what they took above the rule is added to it.
+        near: on a CPU the nearest existing folder to where offloaded tensors would go.
+        text_bytes: of the text as tokens on disk, where it is ready and the recipe names a disk budget.
     """
 
     device: str
@@ -62,6 +65,8 @@ class Places:
     card: Any = None
     available: int | None = None
     seen: Seen = field(default_factory=Seen)
+    near: str = ""
+    text_bytes: int = 0
 
     @property
     def on_cpu(self) -> bool:
@@ -114,7 +119,9 @@ def _slack(policy: Policy) -> tuple[int, float]:
     return SLACK[policy] if malloc_policy() is not None else SLACK_NO_POLICY
 
 
-def places(recipe: Any, config: dict[str, Any], gpu: str | None = None, memory: int | None = None) -> Places:
+def places(
+    recipe: Any, config: dict[str, Any], gpu: str | None = None, memory: int | None = None, text_bytes: int = 0
+) -> Places:
     """The places of a recipe on this machine, or on the card `gpu`.
 
     Args:
@@ -122,6 +129,8 @@ def places(recipe: Any, config: dict[str, Any], gpu: str | None = None, memory: 
         config: the model's, to import what its run imports before the baseline is measured.
         gpu: a card name or size that replaces the recipe's device.
         memory: bytes that replace the recipe's budget on the computing device.
+        text_bytes: of the text as tokens, where it is ready. It lies on the disk already, so it counts against a budget
+            and not against what is free.
 
     Raises:
         RecipeError: an unknown card, or more than one: sharding is not planned yet.
@@ -136,7 +145,18 @@ def places(recipe: Any, config: dict[str, Any], gpu: str | None = None, memory: 
         asked = memory or recipe.budget.host
         said = f"budget {format_bytes(asked)} for the whole process" if asked else here.why
         most = asked or here.bytes
-        return Places("cpu", most, most, disk, baseline, (said,), available=here.bytes, seen=earlier(recipe))
+        return Places(
+            "cpu",
+            most,
+            most,
+            disk,
+            baseline,
+            (said,),
+            available=here.bytes,
+            seen=earlier(recipe),
+            near=str(_existing(folder(recipe))),
+            text_bytes=text_bytes if recipe.budget.disk else 0,
+        )
     cards = resolve_gpu("24GB" if device == "cuda" else device)
     if cards.count > 1:
         raise RecipeError(

@@ -45,7 +45,8 @@ class Plan:
         seconds: predicted seconds of one optimizer step.
         why: reasons, one sentence with bytes each.
         alternatives: other exact ways, then approximate offers.
-        disk_bytes: checkpoints kept on disk at most.
+        disk_bytes: on disk at most: checkpoints, the text as tokens, and what is offloaded there.
+        host_bytes: of the process in main memory at most; beside a card, what is offloaded to it included.
         notes: what the reader should know (dropout set to 0, packing simulated as …).
     """
 
@@ -64,6 +65,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     rates: str = ""
     tokens: int = 0
+    host_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """The stable JSON of `skimp plan --json`."""
@@ -88,7 +90,11 @@ class Plan:
             "alternatives": [a.as_dict() for a in self.alternatives],
             "places": {
                 "device": device,
-                "host": {"budget_bytes": self.places.host, "baseline_bytes": self.places.baseline},
+                "host": {
+                    "budget_bytes": self.places.host,
+                    "baseline_bytes": self.places.baseline,
+                    "peak_bytes": self.host_bytes,
+                },
                 "disk": {"budget_bytes": self.places.disk, "peak_bytes": self.disk_bytes},
             },
             "predicted_step_seconds": self.seconds,

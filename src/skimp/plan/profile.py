@@ -27,6 +27,7 @@ class MemoryProfile:
         kept_bytes: tensors in one checkpoint: weights, or what an adapter trains, and optimizer states.
         shares, operators: bytes by category at each place's highest moment, and the operator then.
         timeline: bytes by category over the last simulated step, if asked for.
+        away: bytes held at most in the places that do not compute, by place: what is offloaded.
     """
 
     exact: ExactChoices
@@ -42,6 +43,7 @@ class MemoryProfile:
     shares: Mapping[tuple[str, str], tuple[int, ...]] = field(default_factory=dict, repr=False)
     operators: Mapping[tuple[str, str], str] = field(default_factory=dict, repr=False)
     timeline: Timeline | None = field(default=None, repr=False)
+    away: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:
@@ -68,6 +70,7 @@ class MemoryProfile:
             "by_category": dict(self.peak.by_category),
             "where": self.peak.where(),
             "phases": dict(self.phases),
+            "away": dict(self.away),
             "seconds": self.seconds,
             "flops": self.flops,
             "parameters": self.parameters,

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from skimp.core import attention
 from skimp.core.batch import Batch
-from skimp.core.exact import ExactChoices
+from skimp.core.exact import ExactChoices, Place
 from skimp.core.lean import lean_imports
 from skimp.core.memory.remembered import Remembering
 from skimp.core.memory.timeline import Timeline
@@ -24,9 +24,11 @@ from skimp.core.memory.trace import Trace
 from skimp.core.memory.tracker import CATEGORIES, Tracker, scope
 from skimp.core.repeat import shortened
 from skimp.core.structure import layers_of
+from skimp.plan import transfers
 from skimp.plan.cost import CostMeter, Rates
 from skimp.plan.profile import MemoryProfile
-from skimp.run.build import build
+from skimp.run import offloaded
+from skimp.run.build import Run, build
 
 UNKNOWN_RATES = Rates(1e11, 1e10, "unknown device")
 
@@ -88,6 +90,7 @@ def simulate(
             tracker.count = 0  # operators are numbered within their step, as a watched real step numbers them
             if timeline and meter.on:
                 tracker.timeline = Timeline(CATEGORIES)
+            before = offloaded.moved(run)
             run.step(part)
         meter.on = False
         drawn, tracker.timeline = tracker.timeline, None
@@ -98,9 +101,15 @@ def simulate(
             with scope(phase="evaluate"):
                 run.evaluate([batch.take(0, 1)])
             phases["evaluate"] = tracker.peak.total
+    rule = run.optimizer
+    states = {p: rule.bytes_of(p) for p in rule.parameters()}
+    # A checkpoint is written tensor by tensor through one 4 MiB buffer; what lives elsewhere comes region by region.
     phases["load"] = resting["weights"] + max(p.numel() * 4 for _, p in run.parameters())
-    # A checkpoint is written and read tensor by tensor through one 4 MiB buffer.
-    phases["save"] = phases["resume"] = rest + (4 << 20)
+    phases["save"] = rest + (4 << 20) + (rule.away.largest if rule.away is not None else 0)
+    # It is read with one parameter's states beside those they are read into.
+    phases["resume"] = phases["save"] + max(states.values())
+    seconds = meter.seconds + _away_seconds(run, before, sum(states.values()), rates, meter.seconds, micro_batches)
+    held = offloaded.held(run)
     run.close()
     trained = run.delivery.parameters
     weights = trained if run.adapter is not None else dict(run.parameters())
@@ -110,15 +119,30 @@ def simulate(
         resting,
         phases,
         places,
-        meter.seconds,
+        seconds,
         meter.flops,
         sum(p.numel() for _, p in run.parameters()),
         sum(p.numel() for p in trained.values()),
-        sum(p.nbytes for p in weights.values()) + resting.get("optimizer", 0),
+        sum(p.nbytes for p in weights.values()) + sum(states.values()),
         {place: _by_category(found) for place, (found, _) in shares.items()},
         {place: operator for place, (_, operator) in shares.items()},
         drawn,
+        away={str(place): size for place, size in held.items()},
     )
+
+
+def _away_seconds(
+    run: Run, before: dict[Place, tuple[int, int]], states: int, rates: Rates, compute: float, most: int | None
+) -> float:
+    """What offloaded bytes add to the seconds of the step that was simulated, of at most `most` micro-batches."""
+    now = offloaded.moved(run)
+    activations = {place: (now[place][0] - before[place][0], now[place][1] - before[place][1]) for place in now}
+    there = transfers.seconds(activations, rates.near, compute)
+    parameters = sum(p.nbytes for p in run.delivery.parameters.values())
+    update = transfers.update_seconds(run.exact.states, states, parameters, rates.near)
+    # A search counts this step as often as its micro-batches go into the whole one; there is one update all the same.
+    whole = -(-run.recipe.rows_per_step // run.exact.micro_rows)
+    return there + update * min(1.0, (most or whole) / whole)
 
 
 def _by_category(found: tuple[int, ...]) -> tuple[int, ...]:

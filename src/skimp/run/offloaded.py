@@ -10,9 +10,9 @@ from torch import nn
 from skimp.activations.offload import Offload
 from skimp.core import attention
 from skimp.core.away import Away
-from skimp.core.disk import DiskTier
+from skimp.core.disk import GROWTH, DiskTier
 from skimp.core.errors import ConflictError
-from skimp.core.exact import ExactChoices
+from skimp.core.exact import ExactChoices, Place
 from skimp.core.pinned import HostTier
 from skimp.core.state_file import StateFile
 from skimp.core.state_host import HostStates, SimulatedHostStates
@@ -71,3 +71,22 @@ def check_places(exact: ExactChoices) -> None:
             "it computes in host memory: what waits there has gone nowhere",
             ["exact.offload.activations=disk", "exact.offload.optimizer=disk"],
         )
+
+
+def held(run: Any) -> dict[Place, int]:
+    """Bytes that a run holds outside the computing memory, at most, by place."""
+    found: dict[Place, int] = {}
+    if run.offload is not None:
+        tier = run.offload.tier
+        # The file grows in large pieces, so that the file system is seldom asked.
+        found[tier.place] = tier.size + (GROWTH if tier.place == "disk" else 0)
+    away = run.optimizer.away
+    if away is not None:
+        found[away.place] = found.get(away.place, 0) + away.nbytes
+    return found
+
+
+def moved(run: Any) -> dict[Place, tuple[int, int]]:
+    """Bytes of activations (out, back) so far, by place."""
+    tier = None if run.offload is None else run.offload.tier
+    return {} if tier is None else {tier.place: (tier.written, tier.fetched)}

@@ -36,6 +36,12 @@ class Text:
     prompt: dict[str, Any] | None
     tokenizer: Path
 
+    def bytes_on_disk(self) -> int:
+        """Of the token files that the run reads; of a stream, what was cached of it."""
+        report = self.prepared.report
+        folders = {Path(one.folder) for one in (*report.trains, *report.validations) if one.folder}
+        return sum(file.stat().st_size for folder in folders if folder.is_dir() for file in folder.iterdir())
+
 
 def prepare_text(recipe: Any, config: dict[str, Any], tokenizer: Path, voice: Voice) -> Text:
     """Tokenise in a child process what is not in the cache, and settle how long the run is.
