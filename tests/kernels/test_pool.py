@@ -159,3 +159,15 @@ def test_a_library_of_another_torch_or_none_is_refused(tmp_path, monkeypatch) ->
         patch.setenv("CXX", "no-such-compiler")
         with pytest.raises(SkimpError, match=r"g\+\+"):
             pool.build(tmp_path / "third.so")
+
+
+@needs_pool
+def test_the_smallest_tensor_of_the_pool_is_the_stated_one() -> None:
+    live = child("""
+pool.install(64 << 20)
+below = torch.empty(pool.SMALLEST - 1, dtype=torch.uint8)
+without = pool.statistics().live
+at = torch.empty(pool.SMALLEST, dtype=torch.uint8)
+print(json.dumps([without, pool.statistics().live]))
+""")
+    assert live == [0, pool.SMALLEST]

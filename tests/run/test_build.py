@@ -94,3 +94,23 @@ def test_show_to_counts_everything_that_rests() -> None:
     assert tracker.by_category["weights"] == weights + sum(b.nbytes for b in run.model.buffers())
     assert isinstance(batch.source, torch.Tensor)
     run.close()
+
+
+@pytest.mark.parametrize("adapter", [(), ("adapter={r: 2}",)])
+def test_small_tensors_that_rest_are_counted_once_and_by_their_storage(adapter: tuple[str, ...]) -> None:
+    """All of them by the tracker's own sum of what rests; at the embedding's size, all but the embedding's own."""
+    from skimp.core.memory.tracker import Tracker
+    from skimp.data import synthetic_batch
+
+    run = make("llama", *adapter)
+    tracker = Tracker()
+    batch = synthetic_batch(16, 2, 96, (0, 16))
+    run.show_to(tracker, batch)
+    rest = tracker.live - tracker.by_category["batch"]
+    assert run.resting_below(1 << 40) == rest
+    table = run.model.get_input_embeddings().weight.nbytes
+    large = [n for _, n, category in tracker._known.values() if n >= table and category != "batch"]
+    assert run.resting_below(table) == rest - sum(large)
+    assert large
+    assert run.resting_below(0) == 0
+    run.close()

@@ -85,9 +85,13 @@ class Places:
         """Predicted resident bytes of the process for a tracked peak."""
         return self.baseline + by_rule(tracked, policy) + self.seen.more.get(policy, More()).of(tracked)
 
-    def pool_limit(self, tracked: int) -> int:
-        """Bytes that tensors and waiting blocks together may take under "pool"."""
-        return tracked + POOL_ROOM
+    def pool_limit(self, tracked: int, outside: int = 0) -> int:
+        """Bytes that the pool's tensors and waiting blocks together may take under "pool".
+
+        `outside`: bytes of tensors that are always there and too small for the pool. Without them an adapter's (78 MB
+        of SmolLM2's, in two thousand pieces) would be made up for by as many waiting blocks.
+        """
+        return tracked + POOL_ROOM - outside
 
 
 def budgets(where: Places, recipe: Any) -> dict[Policy, tuple[int, float]]:

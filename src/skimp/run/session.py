@@ -202,6 +202,8 @@ def train(
         fill = base or (weights_from(saved) if saved is not None else begin)
         run = build(recipe, plan.exact, source.config, fill=fill)
         stack.callback(run.close)
+        if plan.places.on_cpu and plan.exact.malloc == "pool":
+            pool.set_limit(plan.places.pool_limit(plan.profile.peak_bytes, run.resting_below(pool.SMALLEST)))
         if run.adapter is not None and base is not None:
             check_continued(recipe, base.value)
             for line in table_lines(run.adapter.table(), run.structure.blocks):

@@ -152,7 +152,8 @@ class Survival:
         if plan.places.on_cpu:
             set_malloc_policy(plan.exact.malloc)
             if plan.exact.malloc == "pool":
-                pool.install(plan.places.pool_limit(plan.profile.peak_bytes))
+                outside = loop.run.resting_below(pool.SMALLEST)
+                pool.install(plan.places.pool_limit(plan.profile.peak_bytes, outside))
             elif self.plan.exact.malloc == "pool":
                 pool.remove()
         give_back()

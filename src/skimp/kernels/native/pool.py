@@ -21,6 +21,8 @@ from skimp.kernels.native.build import compile_aside, hashed
 
 SOURCE = Path(__file__).with_name("skimp_pool.cpp")
 LIBRARY = Path(__file__).with_name("skimp_pool.so")
+#: Bytes from which a tensor is the pool's (`kSmallest` of the source); smaller ones are the C library's.
+SMALLEST = 64 << 10
 FLAGS = ("-std=c++20", "-O2", "-fPIC", "-Wall", "-Wextra")
 
 
