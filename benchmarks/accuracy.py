@@ -30,11 +30,11 @@ LEAST = 300_000_000
 HERE = Path(__file__).resolve().parent
 
 
-def case(name: str, steps: int, work: Path) -> dict[str, Any]:
+def case(name: str, work: Path) -> dict[str, Any]:
     """One configuration in a process of its own."""
     threads = str(CASES[name]["threads"])
     child = measure.watch(
-        [sys.executable, str(HERE / "accuracy_case.py"), name, str(steps), str(work)], work / "log.txt",
+        [sys.executable, str(HERE / "accuracy_case.py"), name, str(work)], work / "log.txt",
         {"OMP_NUM_THREADS": threads},
     ).check(name)  # fmt: skip
     row: dict[str, Any] = next(json.loads(line) for line in child.out.splitlines() if line.startswith('{"name"'))
@@ -95,13 +95,13 @@ def collect(names: list[str], args: argparse.Namespace, work: Path) -> dict[str,
     rows, known = {}, kept(path)
     end = time.monotonic() + 60 * args.minutes if args.minutes else None
     for name in names:
-        key = measure.digest([name, args.steps, CASES[name], MODELS[CASES[name]["model"]]])
+        key = measure.digest([name, CASES[name], MODELS[CASES[name]["model"]]])
         row = known.get(key)
         if row is None or (source and row["source"] != source):
             if end is not None and time.monotonic() > end:
                 continue
             print(f"{name} …", file=sys.stderr, flush=True)
-            row = {"key": key, "source": measure.source_digest(), **case(name, args.steps, work)}
+            row = {"key": key, "source": measure.source_digest(), **case(name, work)}
             line = (json.dumps(row) + "\n").encode()
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.write(descriptor, line)
@@ -141,7 +141,6 @@ def _exact(choices: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps of a run")
     parser.add_argument("--seed", type=int, default=0, help="of the halves")
     parser.add_argument("--only", default="", help="cases whose names begin so, comma-separated")
     parser.add_argument("--minutes", type=float, help="begin no case after so many")
@@ -159,7 +158,7 @@ def main() -> None:
         sys.exit(4)
     calibration, report = halves([n for n in rows if above(rows[n]) >= LEAST], args.seed)
     sources = len({r["source"] for r in rows.values()})
-    said = [f"{len(rows)} configurations, {args.steps} steps each, halves drawn with seed {args.seed}"]
+    said = [f"{len(rows)} configurations, two or three steps each, halves drawn with seed {args.seed}"]
     said += [f"rows made by {sources} states of the source"] if sources > 1 else []
     table = measure.table(HEAD, lines(rows, calibration))
     print("\n".join([*said, measure.machine(), "", table]))

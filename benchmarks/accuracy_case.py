@@ -1,4 +1,4 @@
-"""One configuration of `accuracy.py` in a process of its own: `python accuracy_case.py NAME STEPS WORK` prints a row.
+"""One configuration of `accuracy.py` in a process of its own: `python accuracy_case.py NAME WORK` prints a row.
 
 First the run as `skimp train` makes it, with the system's own mark of the process; then, on a fresh run of the same
 choices, the c10 allocator's events over two steps of the costliest batch, which the plan has simulated.
@@ -15,12 +15,12 @@ from typing import Any
 import accuracy_cases
 
 
-def session(name: str, steps: int, work: Path) -> dict[str, Any]:
+def session(name: str, work: Path) -> dict[str, Any]:
     """Train by the verb, and what the folder says of it."""
     from skimp.cli.train import command
     from skimp.kernels.native import pool
 
-    words = accuracy_cases.recipe(name, steps, work)
+    words = accuracy_cases.recipe(name, work)
     folder = Path(words["output"])
     shutil.rmtree(folder, ignore_errors=True)
     path = work / f"{name}.yaml"
@@ -41,7 +41,7 @@ def session(name: str, steps: int, work: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def allocated(name: str, chosen: dict[str, Any], steps: int, work: Path) -> int:
+def allocated(name: str, chosen: dict[str, Any], work: Path) -> int:
     """Highest bytes by the allocator's own events over two real steps, what rested before included."""
     from skimp.core.exact import ExactChoices
     from skimp.core.memory.oracle import witness
@@ -51,7 +51,7 @@ def allocated(name: str, chosen: dict[str, Any], steps: int, work: Path) -> int:
     from skimp.run.build import build
     from skimp.run.weights import init_scratch
 
-    recipe = load_recipe(accuracy_cases.recipe(name, steps, work), [])
+    recipe = load_recipe(accuracy_cases.recipe(name, work), [])
     config = resolve_model(recipe.model).config
     seq, rows = recipe.data.seq_len, recipe.rows_per_step
     # Ids of a small vocabulary: what is scored is a table of the whole one in any case.
@@ -71,9 +71,9 @@ def allocated(name: str, chosen: dict[str, Any], steps: int, work: Path) -> int:
 
 
 def main() -> None:
-    name, steps, work = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    row = session(name, steps, work)
-    print(json.dumps({"name": name, **row, "c10": allocated(name, row["chosen"], steps, work)}))
+    name, work = sys.argv[1], Path(sys.argv[2])
+    row = session(name, work)
+    print(json.dumps({"name": name, **row, "c10": allocated(name, row["chosen"], work)}))
 
 
 if __name__ == "__main__":

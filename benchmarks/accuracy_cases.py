@@ -18,6 +18,11 @@ MODELS: dict[str, dict[str, Any] | None] = {
         "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,
         "vocab_size": 49152, "tie_word_embeddings": True,
     },
+    "smollm2-2": {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], **_BLOCKS, "num_hidden_layers": 2,
+        "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "vocab_size": 49152, "tie_word_embeddings": True,
+    },
     "llama": {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], **_BLOCKS, "hidden_size": 512,
         "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32000,
@@ -50,7 +55,7 @@ MODELS: dict[str, dict[str, Any] | None] = {
 }  # fmt: skip
 DEFAULTS: dict[str, Any] = {
     "rows": 4, "rule": "adamw", "precision": "fp32", "exact": {"recompute": "none"}, "adapter": None, "threads": 1,
-    "whole": False, "clip": 1.0,
+    "whole": False, "clip": 1.0, "steps": 3,
 }  # fmt: skip
 
 
@@ -84,8 +89,8 @@ CASES: dict[str, dict[str, Any]] = {
     "smollm2-6-512-some": _case("smollm2-6", 512, exact={"recompute": [0, 2, 5]}),
     "smollm2-6-1024": _case("smollm2-6", 1024, rows=2),
     "smollm2-6-2048": _case("smollm2-6", 2048, rows=1),
-    "smollm2-6-4096-all": _case("smollm2-6", 4096, rows=1, exact=ALL),
-    "smollm2-6-8192-all": _case("smollm2-6", 8192, rows=1, exact=ALL),
+    "smollm2-2-4096-all": _case("smollm2-2", 4096, rows=1, steps=2, exact=ALL),
+    "smollm2-2-8192-some": _case("smollm2-2", 8192, rows=1, steps=2, exact={"recompute": 1}),
     "smollm2-6-2048-8bit": _case("smollm2-6", 2048, rows=1, rule="adamw8bit"),
     "smollm2-6-512-bf16": _case("smollm2-6", 512, precision="bf16"),
     "smollm2-6-512-mixed": _case("smollm2-6", 512, precision="bf16-mixed"),
@@ -98,8 +103,8 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-512-accumulate": _case("llama", 512, exact={"recompute": "none", "micro_batch": 1}),
     "llama-1024-in-backward": _case("llama", 1024, rows=2, exact={"recompute": 2, "in_backward": True}),
     "llama-2048-no-clip": _case("llama", 2048, rows=1, clip=None, exact={"recompute": "none", "in_backward": True}),
-    "llama-4096-8bit": _case("llama", 4096, rows=1, rule="adamw8bit", exact=ALL),
-    "llama-8192-chunk": _case("llama", 8192, rows=1, exact={**ALL, "loss_chunk": 128}),
+    "llama-4096-8bit": _case("llama", 4096, rows=1, steps=2, rule="adamw8bit", exact=ALL),
+    "smollm2-2-8192-chunk": _case("smollm2-2", 8192, rows=1, steps=2, exact={**ALL, "loss_chunk": 128}),
     "llama-1024-lora": _case("llama", 1024, rows=2, adapter="lora"),
     "llama-512-bf16-8bit": _case("llama", 512, precision="bf16", rule="adamw8bit"),
     "llama-256-return": _case("llama", 256, exact={"recompute": "none", "malloc": "return"}),
@@ -111,7 +116,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt2-512-all": _case("gpt2", 512, exact=ALL),
     "gpt2-1024-8bit": _case("gpt2", 1024, rows=1, rule="adamw8bit"),
     "gpt2-2048": _case("gpt2", 2048, rows=1, exact={"recompute": 1}),
-    "gpt2-4096-all": _case("gpt2", 4096, rows=1, exact=ALL),
+    "gpt2-4096-all": _case("gpt2", 4096, rows=1, steps=2, exact=ALL),
     "gpt2-512-in-backward": _case("gpt2", 512, rows=2, exact={"recompute": "none", "in_backward": True}),
     "gpt2-1024-lora": _case("gpt2", 1024, rows=1, adapter="lora"),
     "gpt2-256-mixed": _case("gpt2", 256, precision="bf16-mixed"),
@@ -126,7 +131,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3-512": _case("qwen3", 512, exact={"recompute": [1, 3]}),
     "qwen3-1024-lora-all": _case("qwen3", 1024, rows=4, adapter="lora", exact=ALL),
     "qwen3-2048-bf16": _case("qwen3", 2048, rows=1, precision="bf16"),
-    "qwen3-4096": _case("qwen3", 4096, rows=1, exact={"recompute": 3}),
+    "qwen3-4096": _case("qwen3", 4096, rows=1, steps=2, exact={"recompute": 3}),
     "qwen3-256-two-threads": _case("qwen3", 256, threads=2, exact=ALL),
     # Gemma and Mistral: a very large vocabulary; a window
     "gemma-64": _case("gemma", 64),
@@ -142,7 +147,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def recipe(name: str, steps: int, work: Path) -> dict[str, Any]:
+def recipe(name: str, work: Path) -> dict[str, Any]:
     """A case as a recipe; model folders are in `work`."""
     case = CASES[name]
     model: Any = "smollm2-135m"
@@ -155,7 +160,7 @@ def recipe(name: str, steps: int, work: Path) -> dict[str, Any]:
     found = {
         "model": model, "precision": case["precision"], "optimizer": case["rule"], "exact": exact,
         "data": {"train": "pydoc", "validation": 0.05 if case["whole"] else None, "seq_len": case["seq"]},
-        "train": {"steps": steps, "batch_tokens": tokens, "lr": 2e-5, "warmup": 0, "clip": case["clip"]},
+        "train": {"steps": case["steps"], "batch_tokens": tokens, "lr": 2e-5, "warmup": 0, "clip": case["clip"]},
         "eval": {"tokens": 1024} if case["whole"] else None, "checkpoint": {"at_end": case["whole"]},
         "report": False, "output": str(work / "runs" / name),
     }  # fmt: skip

@@ -15,6 +15,7 @@ from skimp.core.registry import Conflict
 from skimp.kernels.native import library
 from skimp.recipe import load_recipe
 from skimp.run.build import build, check_path, techniques
+from skimp.run.resting import resting_below
 from skimp.run.weights import init_scratch
 
 SIZES = {
@@ -107,10 +108,10 @@ def test_small_tensors_that_rest_are_counted_once_and_by_their_storage(adapter: 
     batch = synthetic_batch(16, 2, 96, (0, 16))
     run.show_to(tracker, batch)
     rest = tracker.live - tracker.by_category["batch"]
-    assert run.resting_below(1 << 40) == rest
+    assert resting_below(run, 1 << 40) == rest
     table = run.model.get_input_embeddings().weight.nbytes
     large = [n for _, n, category in tracker._known.values() if n >= table and category != "batch"]
-    assert run.resting_below(table) == rest - sum(large)
+    assert resting_below(run, table) == rest - sum(large)
     assert large
-    assert run.resting_below(0) == 0
+    assert resting_below(run, 0) == 0
     run.close()

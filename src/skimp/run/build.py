@@ -139,14 +139,6 @@ class Run:
                 tracker.away([value]) if there else tracker.hold([value], "optimizer")
         tracker.hold(batch.tensors(), "batch")
 
-    def resting_below(self, size: int) -> int:
-        """Bytes of weights, additions and optimizer states in storages of less than `size` bytes each."""
-        added = [] if self.adapter is None else list(self.adapter.additions())
-        states = [value for _, _, value in self.optimizer.named_state() if isinstance(value, Tensor)]
-        tensors = [*(p for _, p in self.parameters()), *self.model.buffers(), *added, *states]
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-        return sum(n for n in storages.values() if n < size)
-
     def close(self) -> None:
         """Remove hooks and wrappers; the model is plain again."""
         self.delivery.close()

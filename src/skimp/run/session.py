@@ -33,6 +33,7 @@ from skimp.run.goback import GoBack
 from skimp.run.loggers.start import Loggers, shown
 from skimp.run.loop import Loop, State, watched
 from skimp.run.prepare import Text, given
+from skimp.run.resting import resting_below
 from skimp.run.sample import greedy, in_child
 from skimp.run.saving import (
     Saver,
@@ -203,7 +204,7 @@ def train(
         run = build(recipe, plan.exact, source.config, fill=fill)
         stack.callback(run.close)
         if plan.places.on_cpu and plan.exact.malloc == "pool":
-            pool.set_limit(plan.places.pool_limit(plan.profile.peak_bytes, run.resting_below(pool.SMALLEST)))
+            pool.set_limit(plan.places.pool_limit(plan.profile.peak_bytes, resting_below(run, pool.SMALLEST)))
         if run.adapter is not None and base is not None:
             check_continued(recipe, base.value)
             for line in table_lines(run.adapter.table(), run.structure.blocks):

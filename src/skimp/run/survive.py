@@ -21,6 +21,7 @@ from skimp.kernels.native import pool
 from skimp.plan.plan import Plan
 from skimp.plan.smaller import with_less_room, with_more_overhead
 from skimp.run.durable import write_json
+from skimp.run.resting import resting_below
 from skimp.run.watchdog import Excess, NearlyOut, Watchdog
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class Survival:
         if plan.places.on_cpu:
             set_malloc_policy(plan.exact.malloc)
             if plan.exact.malloc == "pool":
-                outside = loop.run.resting_below(pool.SMALLEST)
+                outside = resting_below(loop.run, pool.SMALLEST)
                 pool.install(plan.places.pool_limit(plan.profile.peak_bytes, outside))
             elif self.plan.exact.malloc == "pool":
                 pool.remove()
