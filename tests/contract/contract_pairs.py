@@ -63,6 +63,9 @@ SWITCHES: dict[str, Switch] = {
     ),
     "state-offload": Switch(lambda run: run.optimizer.away.opened > 0, {"states": "disk"}, overrides=DISK),
     "recompute": Switch(_listed("recompute"), {"recompute": tuple(range(BLOCKS))}),
+    "selective-recompute": Switch(
+        lambda run: min(run.recompute.taken.values()) > 0, {"recompute": tuple(range(BLOCKS)), "keep": "attention"}
+    ),
     "chunked-cross-entropy": Switch(lambda run: run.head.chunk == 7, {"loss_chunk": 7}),
     "first-order": Switch(lambda run: run.stepper.forwards > 1, {"micro_rows": 2}),
     "step-in-backward": Switch(_listed("step-in-backward"), {"in_backward": True}),

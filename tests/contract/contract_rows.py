@@ -109,6 +109,8 @@ TECHNIQUES: dict[str, Technique] = {
     "plain": Technique(),
     "recompute": Technique({"recompute": tuple(range(BLOCKS))}, base="plain"),
     "recompute-some": Technique({"recompute": (0, 2)}, base="plain"),
+    "recompute-but-attention": Technique({"recompute": tuple(range(BLOCKS)), "keep": "attention"}, base="plain"),
+    "recompute-but-products": Technique({"recompute": (0, 2), "keep": "products"}, base="plain"),
     "accumulation": Technique({"micro_rows": 1}, base="plain", reordered=True),
     "accumulation-uneven": Technique({"micro_rows": 3, "recompute": (1,)}, base="plain", reordered=True),
     "in-backward": Technique({"in_backward": True}, base="plain"),

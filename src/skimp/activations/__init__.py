@@ -31,10 +31,25 @@ FACTS: list[Facts] = [
         needs=("a folder on a disk, not in memory",),
         recipe="exact: {offload: {activations: disk}}",
     ),
+    Facts(
+        name="selective-recompute",
+        kind="saved-tensor policy",
+        summary="recomputed blocks keep what was dear to make: the attention's output, or that of every matrix product",
+        where="skimp.activations.selective:Kept",
+        attacks=("activations",),
+        exact=True,
+        saves="what recompute saves but one tensor of the layer's width (attention), or but all products' outputs; "
+        "spares the second attention, or all second products",
+        paper=Paper("Reducing Activation Recomputation in Large Transformer Models", 2022, "2205.05198"),
+        needs=("recomputed blocks",),
+        recipe="exact: {recompute: all, keep: attention}  # or products",
+    ),
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("Recompute", "Offload"):
         return getattr(import_module(f"skimp.activations.{name.lower()}"), name)
+    if name == "Kept":
+        return import_module("skimp.activations.selective").Kept
     raise AttributeError(f"module 'skimp.activations' has no attribute '{name}'")

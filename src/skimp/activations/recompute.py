@@ -9,14 +9,18 @@ Paper: "Training Deep Nets with Sublinear Memory Cost", Chen et al., 2016, arXiv
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from contextvars import copy_context
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from skimp.activations.selective import Kept
 from skimp.core.errors import EffectError
+from skimp.core.exact import Keep
 from skimp.core.memory.tracker import numbers_seen
 
 
@@ -32,16 +36,22 @@ class Recompute:
         model: any module.
         blocks: fully qualified names of the blocks to wrap.
         keep_random_state: put torch's generator back for the second run, so that dropout draws the same mask.
+        keep: what is kept besides the inputs, and not made again (`activations.selective`).
 
     Example:
         >>> with_less = Recompute(model, [f"model.layers.{i}" for i in range(12)])
     """
 
-    def __init__(self, model: nn.Module, blocks: Iterable[str], keep_random_state: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, blocks: Iterable[str], keep_random_state: bool = False, keep: Keep = "nothing"
+    ) -> None:
         self.blocks = tuple(blocks)
         self._replay = keep_random_state
         self._modules = [model.get_submodule(name) for name in self.blocks]
         self.runs = dict.fromkeys(self.blocks, 0)
+        self.keep = keep
+        #: results that second runs took instead of making them again.
+        self.taken = dict.fromkeys(self.blocks, 0)
         for name, module in zip(self.blocks, self._modules, strict=True):
             self._wrap(name, module)
 
@@ -60,9 +70,19 @@ class Recompute:
             # would attend across documents.
             context = copy_context()
             options: Any = {"use_reentrant": False, "preserve_rng_state": self._replay}
+            if self.keep != "nothing":
+                options["context_fn"] = partial(self._contexts, name)
             return checkpoint(context.run, run, *args, **options, **kwargs)
 
         module.forward = forward
+
+    def _contexts(self, name: str) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Around the first and the second run of one forward."""
+        kept = Kept(self.keep, lambda: self._took(name))
+        return kept.first(), kept.again()
+
+    def _took(self, name: str) -> None:
+        self.taken[name] += 1
 
     def remove(self) -> None:
         """Restore the blocks' own forward."""
@@ -70,10 +90,10 @@ class Recompute:
             del module.forward
 
     def assert_effect(self, forwards: int) -> None:
-        """Each wrapped block ran twice per training forward: once forward, once again in backward.
+        """Each wrapped block ran twice per training forward, and its second run took what it should have kept.
 
         Raises:
-            EffectError: a block was not run again, so nothing was saved there.
+            EffectError: a block was not run again, so nothing was saved there; or it made everything again.
         """
         idle = [name for name, runs in self.runs.items() if runs < 2 * forwards]
         if idle:
@@ -82,6 +102,14 @@ class Recompute:
                 f"not run again in backward: {', '.join(idle)}",
                 "their activations were kept all the same",
                 "check that the blocks' inputs or weights need gradients",
+            )
+        idle = [name for name, taken in self.taken.items() if taken < forwards] if self.keep != "nothing" else []
+        if idle:
+            raise EffectError(
+                f"recompute that keeps {self.keep}",
+                f"everything was made again in {', '.join(idle)}",
+                "no operator of that kind ran in the block",
+                "exact.keep=nothing",
             )
 
 

@@ -99,6 +99,11 @@ class Exact(Section):
         default=None,
         description="Blocks whose activations are re-made in backward: none, all, a count, or a list of indices.",
     )
+    keep: Literal["nothing", "attention", "products"] | None = Field(
+        default=None,
+        description="What recomputed blocks keep besides their input, and do not make again: nothing, the attention's "
+        "output, or the output of every matrix product.",
+    )
     loss_chunk: Whole | None = Field(
         default=None, ge=1, description="Rows of the logits that exist at once in the loss head."
     )

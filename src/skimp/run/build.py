@@ -232,7 +232,9 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
 
 
 def _recompute(model: nn.Module, structure: Structure, exact: ExactChoices) -> Recompute | None:
-    return Recompute(model, [structure.blocks[i] for i in exact.recompute]) if exact.recompute else None
+    if not exact.recompute:
+        return None
+    return Recompute(model, [structure.blocks[i] for i in exact.recompute], keep=exact.keep)
 
 
 def _delivery(
@@ -278,6 +280,7 @@ def techniques(recipe: Any, exact: ExactChoices) -> list[str]:
     names += [recipe.adapter.name] if recipe.adapter is not None else []
     names += ["packing"] if recipe.data.packing else []
     names += ["recompute"] if exact.recompute else []
+    names += ["selective-recompute"] if exact.recompute and exact.keep != "nothing" else []
     names += ["step-in-backward"] if exact.in_backward else []
     names += ["activation-offload"] if exact.offload else []
     names += ["state-offload"] if exact.states != "device" else []
