@@ -102,13 +102,40 @@ class Changed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         product = self.a(x)
         product.add_(1.0)
-        return self.b(torch.sin(product))  # type: ignore[no-any-return]
+        return self.b(torch.sin(product)).sin()  # type: ignore[no-any-return]
 
 
-def test_a_result_changed_in_place_is_refused_not_used() -> None:
-    net = nn.Sequential(Changed()).train()
+def test_a_result_that_its_block_writes_over_is_made_again() -> None:
+    torch.manual_seed(3)
+    net, x = nn.Sequential(Changed()).train(), torch.randn(5, 6, requires_grad=True)
+    (expected,) = torch.autograd.grad(net(x).sum(), x)
+    wrapped = Recompute(net, ("0",), keep="products")
+    (found,) = torch.autograd.grad(net(x).sum(), x)
+    assert torch.equal(found, expected)
+    assert wrapped.taken == {"0": 0}  # the other product is the last one
+
+
+class Shared(nn.Module):
+    """Shows a product to the outside, so that somebody else can write over it."""
+
+    shown: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shown = self.a(x)
+        return self.b(self.shown.sin()).sin()  # type: ignore[no-any-return]
+
+
+def test_a_result_written_over_after_its_block_is_refused_not_used() -> None:
+    block = Shared()
+    net = nn.Sequential(block).train()
     Recompute(net, ("0",), keep="products")
     out = net(torch.randn(5, 6)).sum()
+    with torch.no_grad():
+        block.shown.detach().mul_(2.0)
     with pytest.raises(ModelError, match="changed in place"):
         out.backward()
 

@@ -39,8 +39,9 @@ def dear(name: str, keep: Keep) -> bool:
 class Kept:
     """What one forward of one block keeps for its second run.
 
-    The last product is not kept: where a block ends with it, backward needs nothing behind it and the second run stops
-    before it; where something follows, that product is made again.
+    Two results are not kept and made again where they are needed: the last product (where a block ends with it,
+    backward needs nothing behind it and the second run stops before it), and what the block has written over (an
+    adapter adds to its layer's product in place).
 
     Args:
         keep: which results.
@@ -66,33 +67,39 @@ class Kept:
     def note(self, index: int, out: Any) -> None:
         # Aliases: the outputs themselves get the graph attached, which holds this object.
         kept = _alias(out) if isinstance(out, Tensor) else [_alias(t) if isinstance(t, Tensor) else t for t in out]
-        tensors = [kept] if isinstance(kept, Tensor) else [t for t in kept if isinstance(t, Tensor)]
-        self._results[index] = (kept, tuple(t._version for t in tensors))
+        self._results[index] = (kept, tuple(t._version for t in _tensors(kept)))
 
-    def take(self, index: int, name: str) -> Any:
+    def take(self, index: int) -> Any:
         """The result of call `index`, or None where it was not kept.
 
         Raises:
-            ModelError: the model has written over it since.
+            ModelError: it was written over after the block had ended.
         """
         found = self._results.pop(index, None)
         if found is None:
             return None
-        kept, versions = found
-        tensors = [kept] if isinstance(kept, Tensor) else [t for t in kept if isinstance(t, Tensor)]
-        if tuple(t._version for t in tensors) != versions:
+        if _changed(*found):
             raise ModelError(
                 f"exact.keep={self.keep}",
-                f"the output of {name} was changed in place after it was made",
+                "a kept result was changed in place after its block had ended",
                 "the second run of the block would read the changed values",
                 "exact.keep=nothing: everything in the block is made again",
             )
         self._taken()
+        kept = found[0]
         return kept if isinstance(kept, Tensor) else tuple(kept)
 
-    def drop_last_product(self, index: int | None) -> None:
-        if index is not None:
-            self._results.pop(index, None)
+    def ended(self, last_product: int | None) -> None:
+        """The first run has ended."""
+        self._results = {i: found for i, found in self._results.items() if i != last_product and not _changed(*found)}
+
+
+def _tensors(kept: Any) -> list[Tensor]:
+    return [kept] if isinstance(kept, Tensor) else [t for t in kept if isinstance(t, Tensor)]
+
+
+def _changed(kept: Any, versions: tuple[int, ...]) -> bool:
+    return tuple(t._version for t in _tensors(kept)) != versions
 
 
 def _alias(tensor: Tensor) -> Tensor:
@@ -101,47 +108,46 @@ def _alias(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-class _First(TorchDispatchMode):
+class _Mode(TorchDispatchMode):
+    """Counts the calls whose results are dear."""
+
     def __init__(self, kept: Kept) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kept = kept
-        self.index = 0
-        self.last: int | None = None
+        self.index = -1
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled under it; torch would wrap each dispatch twice more
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
         name = func._schema.name
-        if dear(name, self.kept.keep):
-            self.kept.note(self.index, out)
-            if name in PRODUCTS:
-                self.last = self.index
-            self.index += 1
+        if not dear(name, self.kept.keep):
+            return func(*args, **(kwargs or {}))
+        self.index += 1
+        return self.dear(name, func, args, kwargs or {})
+
+    def dear(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """One such call."""
+        raise NotImplementedError
+
+
+class _First(_Mode):
+    last: int | None = None
+
+    def dear(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        self.kept.note(self.index, out)
+        if name in PRODUCTS:
+            self.last = self.index
         return out
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.kept.drop_last_product(self.last)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.kept.ended(self.last)
 
 
-class _Again(TorchDispatchMode):
-    def __init__(self, kept: Kept) -> None:
-        super().__init__()
-        self.kept = kept
-        self.index = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        if dear(name, self.kept.keep):
-            found = self.kept.take(self.index, name)
-            self.index += 1
-            if found is not None:
-                return found
-        return func(*args, **(kwargs or {}))
+class _Again(_Mode):  # type: ignore[no-untyped-call]
+    def dear(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        found = self.kept.take(self.index)
+        return func(*args, **kwargs) if found is None else found

@@ -20,8 +20,9 @@ Place = tuple[str, str]
 Moment = tuple[str, str]
 Value = TypeVar("Value")
 #: (kept, recomputed) blocks of the three simulations: the corners of a plane. A single block of a kind is its first
-#: and its last.
-CORNERS = ((1, 1), (2, 1), (1, 2))
+#: and its last. In this order a change that concerns recomputed blocks needs the first two, one outside the blocks the
+#: first.
+CORNERS = ((1, 1), (1, 2), (2, 1))
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,55 @@ class Plane:
 
 
 @dataclass(frozen=True)
+class Corners:
+    """Bytes at every moment, and seconds, of the three small simulations of one lattice row."""
+
+    moments: tuple[Mapping[Moment, int], ...]
+    seconds: tuple[float, ...]
+
+    @classmethod
+    def of(cls, profiles: Sequence[MemoryProfile]) -> Corners:
+        """From profiles at `CORNERS`, or at the first of them."""
+        found = [moments(p.places, *at, size=int) for p, at in zip(profiles, CORNERS, strict=False)]
+        return cls(tuple(found), tuple(p.seconds for p in profiles))
+
+    def completed(self, root: Corners) -> Corners:
+        """All three corners, where what was not simulated changes from the first corner on as the root does."""
+        have = len(self.moments)
+        rest = range(have, len(CORNERS))
+        first, old = self.moments[0], root.moments
+        more = tuple(
+            {m: first[m] + old[c][m] - old[0][m] for m in set(first) & set(old[c]) & set(old[0])} for c in rest
+        )
+        seconds = tuple(self.seconds[0] + root.seconds[c] - root.seconds[0] for c in rest)
+        return Corners(self.moments + more, self.seconds + seconds)
+
+    def plus(self, root: Corners, other: Corners) -> Corners:
+        """This row with another change of the same root as well: bytes and seconds of independent choices add up."""
+        three = zip(self.moments, root.moments, other.moments, strict=True)
+        added = tuple({m: a[m] + c[m] - b[m] for m in set(a) & set(b) & set(c)} for a, b, c in three)
+        times = zip(self.seconds, root.seconds, other.seconds, strict=True)
+        return Corners(added, tuple(a + c - b for a, b, c in times))
+
+    def same_blocks(self, other: Corners) -> bool:
+        """Whether no moment of a block differs in the first corner: what changed lies outside the blocks."""
+        mine, theirs = self.moments[0], other.moments[0]
+        inside = {m for m in {*mine, *theirs} if m[1].startswith(("kept", "recomputed"))}
+        return all(mine.get(m) == theirs.get(m) for m in inside)
+
+    def extension(self) -> Extension:
+        """The planes through them."""
+        shared = set.intersection(*(set(m) for m in self.moments))
+        planes = {moment: plane([m[moment] for m in self.moments]) for moment in shared}
+        return Extension(planes, plane(self.seconds))
+
+
+@dataclass(frozen=True)
 class Extension:
     """Planes of every moment of one lattice row (fixed micro-batch, chunk and delivery), and of the seconds."""
 
     moments: Mapping[Moment, Plane]
     seconds: Plane
-    corners: tuple[MemoryProfile, ...] = ()
 
     def peak(self, kept: int, recomputed: int) -> int:
         """Peak bytes of a model with so many blocks of each kind."""
@@ -51,9 +95,7 @@ class Extension:
 
     def fewest_recomputed(self, blocks: int, budget: int) -> int | None:
         """The smallest number of recomputed blocks that fits, or None when even all of them do not."""
-        if self.peak(0, blocks) > budget:
-            return None
-        return next(n for n in range(blocks + 1) if self.peak(blocks - n, n) <= budget)
+        return next((n for n in range(blocks + 1) if self.peak(blocks - n, n) <= budget), None)
 
 
 def extend(simulate: Callable[[int, int], MemoryProfile]) -> Extension:
@@ -62,11 +104,8 @@ def extend(simulate: Callable[[int, int], MemoryProfile]) -> Extension:
     Args:
         simulate: (blocks, how many of them, the first ones, recomputed) -> profile.
     """
-    profiles = tuple(simulate(kept + recomputed, recomputed) for kept, recomputed in CORNERS)
-    found = [moments(p.places, *at, size=int) for p, at in zip(profiles, CORNERS, strict=True)]
-    shared = set(found[0]) & set(found[1]) & set(found[2])
-    planes = {moment: plane([m[moment] for m in found]) for moment in shared}
-    return Extension(planes, plane([p.seconds for p in profiles]), profiles)
+    profiles = [simulate(kept + recomputed, recomputed) for kept, recomputed in CORNERS]
+    return Corners.of(profiles).extension()
 
 
 def extend_line(one: MemoryProfile, two: MemoryProfile, more: int) -> int:
@@ -77,7 +116,7 @@ def extend_line(one: MemoryProfile, two: MemoryProfile, more: int) -> int:
 
 def plane(values: Sequence[float]) -> Plane:
     """Through the three corners."""
-    per_kept, per_recomputed = values[1] - values[0], values[2] - values[0]
+    per_recomputed, per_kept = values[1] - values[0], values[2] - values[0]
     return Plane(values[0] - per_kept - per_recomputed, per_kept, per_recomputed)
 
 

@@ -19,6 +19,8 @@ from skimp.run.skeleton import dropout_of
 
 #: Share of a card's peak rates that training reaches: products about half, copies about four fifths.
 REACHED_FLOPS, REACHED_BANDWIDTH = 0.5, 0.8
+#: Other exact ways that a plan names at most.
+ALTERNATIVES = 6
 
 
 def make_plan(
@@ -53,7 +55,8 @@ def make_plan(
     disk = _disk(recipe, profile.kept_bytes) + where.text_bytes + profile.away.get("disk", 0)
     host = profile.away.get("host", 0) + (0 if where.on_cpu else where.baseline)
     fits = peak <= where.device_budget and disk <= where.disk and (where.on_cpu or host <= where.host)
-    alternatives = [_alternative(c, where, blocks, recipe.rows_per_step) for c in found if c.exact != profile.exact]
+    others = [c for c in _undominated(found, where) if c.exact != profile.exact][:ALTERNATIVES]
+    alternatives = [_alternative(c, where, blocks, recipe.rows_per_step) for c in others]
     if not fits and offer:
         alternatives += offers(recipe, config, blocks, where, rates, target, peak, sum(profile.resting.values()))
     return Plan(
@@ -107,7 +110,7 @@ def _disk(recipe: Any, kept_bytes: int) -> int:
 
 def _reasons(search: Search, exact: ExactChoices, where: Places) -> list[str]:
     """What each decision saves against the next larger one, from what the search has simulated anyway."""
-    row = ExactChoices(exact.micro_rows, (), exact.loss_chunk, exact.in_backward)
+    row = replace(exact, recompute=(), malloc="return")
     extension, blocks, count = search.row(row), search.blocks, len(exact.recompute)
     budget = format_bytes(search.budgets[exact.malloc][0])
     reasons = []
@@ -118,13 +121,13 @@ def _reasons(search: Search, exact: ExactChoices, where: Places) -> list[str]:
     else:
         reasons.append(f"no recompute: every activation fits in {budget}")
     if exact.micro_rows < search.recipe.rows_per_step and search.recipe.exact.micro_batch is None:
-        larger = next(n for n in search.sizes() if n > exact.micro_rows)
-        other = search.known(ExactChoices(larger, (), exact.loss_chunk, False))
+        larger = next(n for n in search.lattice.sizes() if n > exact.micro_rows)
+        other = search.known(replace(row, micro_rows=larger, in_backward=False))
         if other is not None:
             more = other.peak(blocks - count, count) - extension.peak(blocks - count, count)
             reasons.append(f"micro-batch of {exact.micro_rows}: {larger} rows would take {format_bytes(more)} more")
     if exact.in_backward:
-        held = search.known(ExactChoices(exact.micro_rows, (), exact.loss_chunk, False))
+        held = search.known(replace(row, in_backward=False))
         passes = " in two passes, for the clipping norm" if search.recipe.train.clip else ""
         saves = "gradients are freed one by one"
         if held is not None:
@@ -147,12 +150,23 @@ def _reasons(search: Search, exact: ExactChoices, where: Places) -> list[str]:
     return reasons
 
 
+def _undominated(found: list[Candidate], where: Places) -> list[Candidate]:
+    """Those that nothing beats in both time and memory, fastest first."""
+    kept: list[Candidate] = []
+    for candidate in sorted(found, key=lambda c: (c.seconds, c.peak)):
+        peak = _compared(where, candidate.peak, candidate.exact.malloc)
+        if all(peak < _compared(where, other.peak, other.exact.malloc) for other in kept):
+            kept.append(candidate)
+    return kept
+
+
 def _alternative(candidate: Candidate, where: Places, blocks: int, rows: int) -> Alternative:
     peak = _compared(where, candidate.peak, candidate.exact.malloc)
     exact = candidate.exact
     overrides = (
         f"exact.micro_batch={exact.micro_rows}",
         f"exact.recompute={len(exact.recompute)}",
+        *([f"exact.keep={exact.keep}"] if exact.recompute and exact.keep != "nothing" else []),
         *([f"exact.loss_chunk={exact.loss_chunk}"] if exact.loss_chunk else []),
         f"exact.in_backward={str(exact.in_backward).lower()}",
         *([f"exact.malloc={exact.malloc}"] if where.on_cpu else []),

@@ -11,7 +11,7 @@ from skimp.plan.cost import Rates
 from skimp.plan.extend import extend_line
 from skimp.plan.places import Places, budgets
 from skimp.plan.plan import Alternative
-from skimp.plan.search import SMALL_CHUNK, Search
+from skimp.plan.search import Search
 from skimp.recipe.adapter import Adapter
 
 #: (what to change, in words with the known effect, as overrides, changes to the recipe)
@@ -80,13 +80,14 @@ def smallest(search: Search) -> tuple[int, float]:
     """Peak and seconds of the recipe's smallest run: every block recomputed (or as pinned), small chunks, gradients
     freed in backward unless the recipe pins otherwise. Two depths fix the line."""
     in_backward = search.recipe.exact.in_backward is not False
-    rows = list(search.rows(SMALL_CHUNK, in_backward)) or list(search.rows(SMALL_CHUNK))
+    roots = list(search.lattice.roots(in_backward)) or list(search.lattice.roots(in_backward=False))
+    row = search.lattice.least(roots[0])
     pinned = search.pinned_count()
     kept = 0 if pinned is None else search.blocks - pinned
     if kept:
-        extension = search.row(rows[0])
+        extension = search.row(row)
         return extension.peak(kept, search.blocks - kept), extension.seconds.at(kept, search.blocks - kept)
-    one, two = (search.small(rows[0], depth, depth) for depth in (1, 2))
+    one, two = (search.small(row, depth, depth) for depth in (1, 2))
     more = search.blocks - 1
     return extend_line(one, two, more), one.seconds + more * (two.seconds - one.seconds)
 

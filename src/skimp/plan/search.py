@@ -1,32 +1,38 @@
 """Search the exact techniques for the fastest run that fits a budget.
 
-The lattice: rows per micro-batch x gradients held or stepped in backward x size of a logits chunk x number of
-recomputed blocks. Each row of the lattice is simulated at three small depths and extended (`plan.extend`); the
-winner is then simulated in full, and the next one tried if the full simulation does not confirm it.
+The lattice (`plan.lattice`): rows per micro-batch x gradients held or stepped in backward x size of a logits chunk x
+what recomputed blocks keep x number of recomputed blocks. A root of the lattice is simulated at three small depths and
+extended (`plan.extend`); what varies it is simulated where it changes something, and its differences add up. The
+fastest point that fits is then simulated in full, and the next one tried if that does not confirm it.
+
+More room never gives a slower plan: the points are the same whatever the budget, and what is left out could not be
+faster, or could not fit.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import count as counter
 from typing import Any
 
 from skimp.activations.recompute import choose
 from skimp.core.errors import ConflictError
 from skimp.core.exact import ExactChoices
 from skimp.core.memory.process import THRESHOLDS, Policy
-from skimp.losses import default_rows
 from skimp.plan.adapted import for_few_blocks
 from skimp.plan.cost import Rates
-from skimp.plan.extend import Extension, extend
+from skimp.plan.extend import CORNERS, Corners, Extension
 from skimp.plan.extended import PROOF, extended
+from skimp.plan.lattice import Axis, Lattice, Space
 from skimp.plan.profile import MemoryProfile
 from skimp.plan.simulate import simulate
 
 #: Forwards of a block that a full simulation of one step may take before a second step is left out.
 FULL_BLOCK_RUNS = 40
-#: Rows of logits tried when the head's own rule does not fit.
-SMALL_CHUNK = 64
+#: Corners to simulate for a change, by what it touches.
+SIMULATED = {"outside": 1, "recomputed": 2, "all": 3}
 
 
 @dataclass(frozen=True)
@@ -61,49 +67,60 @@ class Search:
         self.recipe, self.config, self.blocks, self.budgets = recipe, config, blocks, budgets
         self.rates, self.target = rates, target
         self.few = for_few_blocks(recipe, config)
-        self._extensions: dict[ExactChoices, Extension] = {}
+        self.lattice = Lattice(Space(recipe, config, blocks, target))
+        self._profiles: dict[tuple[ExactChoices, int, int], MemoryProfile] = {}
+        self._corners: dict[ExactChoices, Corners] = {}
+        self._rows: dict[ExactChoices, Extension] = {}
+
+    # ------------------------------------------------------------------------------------------------ simulations
+    def small(self, row: ExactChoices, blocks: int, recomputed: int) -> MemoryProfile:
+        """A simulation of a few blocks, the first `recomputed` of them recomputed; each made once."""
+        key = (replace(row, malloc="return"), blocks, recomputed)
+        if key not in self._profiles:
+            self._profiles[key] = simulate(
+                self.few,
+                replace(row, recompute=choose(recomputed, blocks)),
+                self.config,
+                rates=self.rates,
+                target=self.target,
+                steps=1,
+                blocks=blocks,
+                micro_batches=2,
+                short=True,
+                evaluate=self.target != "cpu",
+            )
+        return self._profiles[key]
 
     def row(self, row: ExactChoices) -> Extension:
-        """The extension of a lattice row, simulated once."""
-        if row not in self._extensions:
-            self._extensions[row] = extend(lambda blocks, recomputed: self.small(row, blocks, recomputed))
-        return self._extensions[row]
+        """The extension of a lattice row: its root's, and what each axis changes on it."""
+        if row not in self._rows:
+            root = self.lattice.root(row)
+            base = found = self._simulated(root, len(CORNERS))
+            for axis, value in self.lattice.changes(row):
+                found = found.plus(base, self._changed(root, axis, value))
+            self._rows[row] = found.extension()
+        return self._rows[row]
 
     def known(self, row: ExactChoices) -> Extension | None:
         """The extension of a row that the search has simulated; None where it saw no need to."""
-        return self._extensions.get(row)
+        return self._rows.get(row)
 
-    def small(self, row: ExactChoices, blocks: int, recomputed: int) -> MemoryProfile:
-        """A simulation of a few blocks, the first `recomputed` of them recomputed."""
-        return simulate(
-            self.few,
-            replace(row, recompute=choose(recomputed, blocks)),
-            self.config,
-            rates=self.rates,
-            target=self.target,
-            steps=1,
-            blocks=blocks,
-            micro_batches=2,
-            short=True,
-            evaluate=self.target != "cpu",
-        )
+    def _changed(self, root: ExactChoices, axis: Axis, value: Any) -> Corners:
+        """The root with one axis at another value, all corners."""
+        row, base = replace(root, **{axis.name: value}), self._simulated(root, len(CORNERS))
+        found = self._simulated(row, SIMULATED[axis.touches])
+        if axis.touches == "outside" and not found.same_blocks(base):
+            found = self._simulated(row, len(CORNERS))  # it reaches into the blocks of this model
+        return found.completed(base)
 
-    def sizes(self) -> list[int]:
-        """Micro-batch sizes, smallest first: the pinned one, or the divisors of the step's rows."""
-        pins, rows = self.recipe.exact, self.recipe.rows_per_step
-        if pins.micro_batch:
-            return [min(pins.micro_batch, rows)]
-        return [n for n in range(1, rows + 1) if rows % n == 0]
+    def _simulated(self, row: ExactChoices, corners: int) -> Corners:
+        known = self._corners.get(row)
+        if known is None or len(known.moments) < corners:
+            known = Corners.of([self.small(row, kept + again, again) for kept, again in CORNERS[:corners]])
+            self._corners[row] = known
+        return known
 
-    def rows(self, chunk: int | None = None, in_backward: bool = False) -> Iterator[ExactChoices]:
-        """Lattice rows that the recipe's pins allow, smallest micro-batch first; in backward takes all rows at once."""
-        rows = self.recipe.rows_per_step
-        chunk = self.recipe.exact.loss_chunk or chunk
-        if not in_backward:
-            yield from (ExactChoices(size, (), chunk, False) for size in self.sizes())
-        elif self.sizes()[-1] == rows:
-            yield ExactChoices(rows, (), chunk, True)
-
+    # ------------------------------------------------------------------------------------------------ candidates
     def pinned_count(self) -> int | None:
         """How many blocks the recipe pins for recompute; None leaves it free."""
         return pinned_recompute(self.recipe, self.blocks)
@@ -111,21 +128,21 @@ class Search:
     def candidates(self) -> list[Candidate]:
         """The best of each row: as few recomputed blocks as fit.
 
-        Tried in order of price, and no further than needed: gradients held; then, with clipping, in backward (two
-        passes: never faster than held); then logits in the smallest chunks. Without clipping in backward costs
-        nothing, so it is tried at once. Larger micro-batches are tried until one does not fit with every block
-        recomputed: memory only grows with the micro-batch.
+        Larger micro-batches are tried until one does not fit at its smallest: memory only grows with the micro-batch.
+        In backward is the last: held with all rows at once and nothing recomputed does a part of the same work.
         """
-        pinned = self.recipe.exact.in_backward
+        pinned, rows = self.recipe.exact.in_backward, self.recipe.rows_per_step
         found: list[Candidate] = []
-        for chunk in (None, SMALL_CHUNK):
-            if chunk is not None and not self._smaller_chunks_may_help(found):
-                break
-            if not pinned:
-                found += self._along(self.rows(chunk))
-            free = self.recipe.train.clip is None
-            if pinned or (pinned is None and (free or not any(map(self.fits, found)))):
-                found += self._along(self.rows(chunk, in_backward=True))
+        if not pinned:
+            for root in self.lattice.roots(in_backward=False):
+                points = self._root(root)
+                found += points
+                if not any(map(self.fits, points)):
+                    break
+        plain = [c for c in found if self.fits(c) and c.exact.micro_rows == rows and not c.exact.recompute]
+        if pinned or (pinned is None and (not plain or self.recipe.train.clip is None)):
+            for root in self.lattice.roots(in_backward=True):
+                found += self._root(root)
         if not found:
             raise ConflictError(
                 "exact.in_backward=true",
@@ -135,34 +152,48 @@ class Search:
             )
         return found
 
-    def _smaller_chunks_may_help(self, found: list[Candidate]) -> bool:
-        """Smaller chunks save at most one default chunk of logits; when more is missing they are not simulated."""
-        if self.recipe.exact.loss_chunk or any(map(self.fits, found)):
-            return False
-        vocab, hidden = int(self.config["vocab_size"]), int(self.config.get("hidden_size", 0) or self.config["n_embd"])
-        tokens = self.recipe.train.batch_tokens
-        missing = min(c.peak - self.budgets[c.exact.malloc][0] for c in found) if found else 0
-        return missing <= 4 * vocab * default_rows(tokens, hidden, vocab)
+    def _root(self, root: ExactChoices) -> list[Candidate]:
+        """The best of each row of a root. Values of less memory are tried where something is recomputed or does not
+        fit without them; faster ones, that take more, only where the root fits."""
+        points = self._points(root)
+        fits = any(map(self.fits, points))
+        least = self.lattice.least(root)
+        if not fits and least != root:
+            points += self._points(least)
+            if not any(map(self.fits, points)):
+                return points
+        tried: dict[str, list[Any]] = {axis.name: [getattr(root, axis.name)] for axis in self.lattice.axes}
+        for axis in self.lattice.axes:
+            faster, _, less = self.lattice.values(axis, root)
+            spends = any(c.exact.recompute or not self.fits(c) for c in points)
+            if axis.touches == "recomputed" and not any(c.exact.recompute for c in points):
+                continue
+            if fits:
+                for value in faster:
+                    tried[axis.name].append(value)
+                    if not any(map(self.fits, self._points(replace(root, **{axis.name: value})))):
+                        break
+            tried[axis.name] += less if spends else []
+            seen = {replace(c.exact, recompute=(), malloc="return") for c in points}
+            for row in self.lattice.rows(root, tried):
+                points += self._points(row) if row not in seen else []
+        return points
 
-    def _along(self, rows: Iterator[ExactChoices]) -> list[Candidate]:
-        found = []
-        pinned = self.pinned_count()
-        for row in rows:
-            extension = self.row(row)
-            fits = False
-            for policy, (budget, slower) in self.budgets.items():
-                if policy == "reuse" and not self.reusable(row):
-                    continue
-                count = pinned if pinned is not None else extension.fewest_recomputed(self.blocks, budget)
-                fits = fits or count is not None
-                count = self.blocks if count is None else count
-                kept = self.blocks - count
-                seconds = slower * self._repeats(row) * extension.seconds.at(kept, count)
-                exact = replace(self.exact(row, count), malloc=policy)
-                found.append(Candidate(exact, extension.peak(kept, count), seconds))
-            if not fits:
-                break
+    def _points(self, row: ExactChoices) -> list[Candidate]:
+        """The row under each allocator policy, with as few recomputed blocks as fit; all of them where none does."""
+        extension, pinned, found = self.row(row), self.pinned_count(), []
+        for policy, (budget, _) in self.budgets.items():
+            if policy == "reuse" and not self.reusable(row):
+                continue
+            count = pinned if pinned is not None else extension.fewest_recomputed(self.blocks, budget)
+            found.append(self.point(row, policy, self.blocks if count is None else count))
         return found
+
+    def point(self, row: ExactChoices, policy: Policy, count: int) -> Candidate:
+        """One point of the lattice, extended."""
+        extension, kept = self.row(row), self.blocks - count
+        seconds = self.budgets[policy][1] * self._repeats(row) * extension.seconds.at(kept, count)
+        return Candidate(replace(self.exact(row, count), malloc=policy), extension.peak(kept, count), seconds)
 
     def reusable(self, row: ExactChoices) -> bool:
         """Whether a block's activations lie under the "reuse" threshold, so that they stay on the heap at all.
@@ -187,15 +218,14 @@ class Search:
     def exact(self, row: ExactChoices, count: int) -> ExactChoices:
         """The row with `count` blocks recomputed, or with the very blocks the recipe pins."""
         pins = self.recipe.exact.recompute
-        if isinstance(pins, tuple):
-            return ExactChoices(row.micro_rows, pins, row.loss_chunk, row.in_backward)
-        return replace(row, recompute=choose(count, self.blocks))
+        return replace(row, recompute=pins if isinstance(pins, tuple) else choose(count, self.blocks))
 
     def _repeats(self, row: ExactChoices) -> float:
         """A small simulation runs two micro-batches at most; the step runs them all."""
         micro = -(-self.recipe.rows_per_step // row.micro_rows)
         return micro / min(micro, 2)
 
+    # ------------------------------------------------------------------------------------------------ confirmation
     def full(self, exact: ExactChoices, short: bool = False) -> MemoryProfile:
         """The whole model, two micro-batches at most (the third is like the second)."""
         micro = min(2, -(-self.recipe.rows_per_step // exact.micro_rows))
@@ -220,13 +250,26 @@ class Search:
             (profile of the choice, all candidates fastest first, predicted seconds of a step).
         """
         found = sorted(self.candidates(), key=lambda c: (not self.fits(c), c.seconds, c.peak))
-        for candidate in filter(self.fits, found):
+        order = counter()
+        queue = [(c.seconds, c.peak, next(order), c) for c in found if self.fits(c)]
+        heapq.heapify(queue)
+        while queue:
+            candidate = heapq.heappop(queue)[-1]
             # What is executed here is simulated in full; a card is planned for, and a proof is as good.
             profile = self.full(candidate.exact) if self.target == "cpu" else self.proved(candidate.exact)
             if self.fits(profile):
                 return profile, found, candidate.seconds
+            for more in self._one_more(candidate):
+                heapq.heappush(queue, (more.seconds, more.peak, next(order), more))
         smallest = min(found, key=lambda c: c.peak - self.budgets[c.exact.malloc][0])
         return self.proved(smallest.exact), found, smallest.seconds
+
+    def _one_more(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The next point of a row whose extension was too hopeful: one block more recomputed."""
+        count = len(candidate.exact.recompute) + 1
+        if self.pinned_count() is None and count <= self.blocks:
+            row = replace(candidate.exact, recompute=(), malloc="return")
+            yield self.point(row, candidate.exact.malloc, count)
 
     def proved(self, exact: ExactChoices) -> MemoryProfile:
         """The profile extended from a few blocks, where a fourth simulation proves it; else the full simulation."""
@@ -234,8 +277,8 @@ class Search:
         row = replace(exact, recompute=(), malloc="return")
         alike = self.few is self.recipe  # an adapter on chosen layers makes blocks that differ
         if alike and self.blocks > sum(PROOF) and exact.recompute == choose(count, self.blocks):
-            proof = self.small(row, sum(PROOF), PROOF[1])
-            found = extended(self.row(row).corners, proof, exact, self.blocks - count, count)
+            corners = [self.small(row, kept + again, again) for kept, again in CORNERS]
+            found = extended(corners, self.small(row, sum(PROOF), PROOF[1]), exact, self.blocks - count, count)
             if found is not None:
                 return found
         return self.full(exact, short=True)
