@@ -11,8 +11,10 @@ import torch
 from contract_rows import BLOCKS, STYLES, TECHNIQUES, Technique, batch_of, make_run
 
 import skimp.activations.recompute
+from skimp.core.away import Away
 from skimp.core.errors import EffectError
 from skimp.core.gradients import AfterBackward, InBackward
+from skimp.core.saved import Saved
 from skimp.kernels.native import library
 from skimp.optim.base import UpdateRule
 from skimp.run.build import Run
@@ -93,6 +95,33 @@ def test_mutation_states_that_are_wider_than_promised(monkeypatch: pytest.Monkey
     widen(run)
     with pytest.raises(EffectError, match="bytes of state"):
         effect.check(run, 1e-3)
+
+
+def test_mutation_offload_that_keeps_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Saved, "pack", lambda self, tensor: tensor)
+    with pytest.raises(EffectError, match="offload of 3 blocks to disk"):
+        first_step("offload")
+
+
+def test_mutation_offload_of_some_blocks_that_wraps_none() -> None:
+    def unwrapped(run: Run) -> None:
+        assert run.offload is not None
+        run.offload.remove()
+        run.offload = None
+
+    with pytest.raises(EffectError, match="they are not wrapped"):
+        first_step("offload-recompute", disable=unwrapped)
+
+
+def test_mutation_states_on_disk_that_are_in_memory() -> None:
+    with pytest.raises(EffectError, match="they are beside their parameters"):
+        first_step("states-on-disk", disable=lambda run: run.optimizer.keep_states(None))
+
+
+def test_mutation_states_on_disk_that_are_never_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Away, "holds", lambda self, name: False)
+    with pytest.raises(EffectError, match="all of them are in memory"):
+        first_step("states-on-disk")
 
 
 def test_mutation_in_backward_that_holds_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

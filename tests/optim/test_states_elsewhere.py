@@ -17,6 +17,7 @@ from skimp.core.errors import EffectError
 from skimp.core.memory.process import resident
 from skimp.core.registry import load, methods
 from skimp.core.state_file import StateFile
+from skimp.core.state_host import HostStates, SimulatedHostStates
 from skimp.optim import AdamW, AdamW8bit, state_key
 from skimp.optim.base import UpdateRule
 
@@ -172,3 +173,45 @@ def test_a_simulated_place_counts_what_a_file_takes(tmp_path: Path) -> None:
         rule.init_states()
         counts.append((away.nbytes, away.largest))
     assert counts[0] == counts[1]
+
+
+def host() -> HostStates:
+    """Ordinary memory in the place of pinned memory: the same copies, on a machine without a card."""
+    return HostStates(lambda shape, dtype: torch.zeros(tuple(shape), dtype=dtype))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_an_update_beside_the_states_is_the_same_to_the_bit(name: str) -> None:
+    dtype = torch.bfloat16 if name == "adamw-bf16" else torch.float32
+    here, there = model(dtype=dtype), model(dtype=dtype)
+    one, two = made(name, here), made(name, there)
+    two.keep_states(host())
+    steps(one, here, 0, 3)
+    steps(two, there, 0, 3)
+    assert all(torch.equal(a, b) for a, b in zip(here.parameters(), there.parameters(), strict=True))
+    assert same(state(one), state(two))
+
+
+def test_weights_that_others_wrote_are_not_overwritten_by_the_hosts_copy() -> None:
+    here, there = model(), model()
+    one, two = AdamW(here.named_parameters()), AdamW(there.named_parameters())
+    two.keep_states(host())
+    for rule, net in ((one, here), (two, there)):
+        steps(rule, net, 0, 1)
+        with torch.no_grad():
+            net[0].weight.mul_(0.5)  # a checkpoint read back
+        steps(rule, net, 1, 1)
+    assert all(torch.equal(a, b) for a, b in zip(here.parameters(), there.parameters(), strict=True))
+
+
+def test_the_host_holds_states_a_copy_of_each_parameter_and_one_gradient() -> None:
+    net = model()
+    counts = []
+    for away in (host(), SimulatedHostStates()):
+        rule = AdamW(net.named_parameters())
+        rule.keep_states(away)
+        rule.init_states()
+        counts.append(away.nbytes)
+    moved = [net[0].weight, net[2].weight]
+    states = sum(region_bytes([((p.numel(),), torch.float32)] * 2) for p in moved)
+    assert counts == [states + sum(p.nbytes for p in moved) + max(p.nbytes for p in moved)] * 2

@@ -10,8 +10,10 @@ from skimp.core.exact import ExactChoices
 from skimp.core.memory.process import Policy
 from skimp.core.structure import layers_of
 from skimp.core.units import format_bytes
+from skimp.plan import offloading
 from skimp.plan.cost import Rates, probe
 from skimp.plan.offers import offers
+from skimp.plan.offloading import OffloadingSearch
 from skimp.plan.places import POOL_ROOM, RETURN_COST, Places, budgets, places
 from skimp.plan.plan import Alternative, Plan
 from skimp.plan.search import Candidate, Search
@@ -49,7 +51,7 @@ def make_plan(
     blocks = int(config[layers_of(config)])
     target = "cpu" if where.on_cpu else "cuda"
     rates = _rates(where, recipe.precision)
-    search = Search(recipe, config, blocks, budgets(where, recipe), rates, target)
+    search = OffloadingSearch(recipe, config, blocks, budgets(where, recipe), rates, target)
     profile, found, seconds = search.best()
     peak = _compared(where, profile.peak_bytes, profile.exact.malloc)
     disk = _disk(recipe, profile.kept_bytes) + where.text_bytes + profile.away.get("disk", 0)
@@ -66,7 +68,10 @@ def make_plan(
         places=where,
         peak_bytes=peak,
         seconds=seconds,
-        why=tuple(_reasons(search, profile.exact, where)),
+        why=(
+            *_reasons(search, profile.exact, where),
+            *offloading.reasons(profile.exact, profile, blocks, where.near),
+        ),
         alternatives=tuple(alternatives),
         disk_bytes=disk,
         host_bytes=peak if where.on_cpu else host,
@@ -118,7 +123,7 @@ def _reasons(search: Search, exact: ExactChoices, where: Places) -> list[str]:
         saved = extension.peak(blocks, 0) - extension.peak(blocks - count, count)
         cost = extension.seconds.at(blocks - count, count) / extension.seconds.at(blocks, 0) - 1
         reasons.append(f"recompute {count} of {blocks} blocks: saves {format_bytes(saved)}, costs {cost:.0%} time")
-    else:
+    elif not exact.offload:
         reasons.append(f"no recompute: every activation fits in {budget}")
     if exact.micro_rows < search.recipe.rows_per_step and search.recipe.exact.micro_batch is None:
         larger = next(n for n in search.lattice.sizes() if n > exact.micro_rows)
@@ -170,6 +175,7 @@ def _alternative(candidate: Candidate, where: Places, blocks: int, rows: int) ->
         *([f"exact.loss_chunk={exact.loss_chunk}"] if exact.loss_chunk else []),
         f"exact.in_backward={str(exact.in_backward).lower()}",
         *([f"exact.malloc={exact.malloc}"] if where.on_cpu else []),
+        *offloading.overrides(exact),
     )
     return Alternative(
         exact.describe(blocks, rows), peak, candidate.seconds, peak <= where.device_budget, True, overrides
