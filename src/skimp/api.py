@@ -14,6 +14,7 @@ from skimp.core.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from skimp.plan.plan import Plan
+    from skimp.plan.trial import Trial
     from skimp.run.session import Outcome
     from skimp.run.voice import Voice
 
@@ -50,6 +51,27 @@ def plan(
     source = resolve_model(described.model)
     check_model(described, source)
     return plan_recipe(described, source, gpu=gpu, memory=memory, offer=offer)
+
+
+def probe(
+    recipe: Source, *overrides: str, memory: str | int | None = None, budget: str | int | None = None
+) -> tuple[Plan, Trial]:
+    """`plan`, then two real steps of it in a process of their own, with random weights of the same shapes.
+
+    What was measured goes into this machine's log; when it was more than planned, the plan is made again with it.
+
+    Raises:
+        SkimpError: as `plan`; a plan for a card, or one that does not fit (`DoesNotFit`); the steps failed.
+    """
+    from skimp.plan.trial import trial
+    from skimp.recipe import check_model, load_recipe, resolve_model
+
+    described = load_recipe(recipe, [*overrides, *([f"budget={budget}"] if budget is not None else [])])
+    source = resolve_model(described.model)
+    check_model(described, source)
+    found = plan_recipe(described, source, memory=memory)
+    taken = trial(described, source.config, found)
+    return (plan_recipe(described, source, memory=memory) if taken.above else found), taken
 
 
 def plan_recipe(

@@ -57,3 +57,23 @@ def test_a_log_that_cannot_be_written_is_said_once_and_stops_nothing(
     assert done.code == 0, done.err
     assert done.out.count("planned against measured is not remembered") == 1
     assert (tmp_path / "run" / "summary.json").is_file()
+
+
+def test_a_probe_of_a_card_is_refused_before_anything_is_planned(
+    skimp: Skimp, write_recipe: Callable[..., str]
+) -> None:
+    done = skimp("plan", write_recipe(), "--probe", "--gpu", "24GB")
+    assert (done.code, done.out) == (2, "")
+    assert "steps are taken on this machine's CPU" in done.err
+
+
+@pytest.mark.slow
+def test_a_probe_prints_planned_beside_measured(
+    skimp: Skimp, write_recipe: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKIMP_CACHE", str(tmp_path / "cache"))
+    done = skimp("plan", write_recipe(), "--probe", "--json")
+    told = json.loads(done.out)
+    assert done.code == 0
+    assert told["probe"]["tensors_bytes"] == told["phases"]["train"]
+    assert [row["kind"] for row in history.read()] == ["probe"]

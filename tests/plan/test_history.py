@@ -154,6 +154,7 @@ def test_sentences_say_how_many_and_how_far() -> None:
         assert part in said, part
     assert found.least_bytes(1_000_000_000, 400_000_000) == 950_000_000
     assert found.seconds(2.0) == (3.0, 3.0)
+    assert "of this shape" in said
     assert Seen().sentences() == []
     assert Seen().seconds(2.0) is None
 

@@ -46,6 +46,25 @@ def print_closing(outcome: Any, console: Console) -> None:
         console.print(Text(f"continue with:\n  skimp train {outcome.folder} --resume"), soft_wrap=True)
 
 
+def print_trial(plan: Any, trial: Any, console: Console) -> None:
+    """What `skimp plan --probe` measured, beside the plan."""
+    console.print()
+    table = Table(box=None, pad_edge=False)
+    for column in ("probe: two real steps", "planned", "measured", "difference"):
+        table.add_column(column, justify="left" if column.startswith("probe") else "right", no_wrap=True)
+    _bytes(table, "tensors at the peak", plan.profile.phases["train"], trial.tensors)
+    _bytes(table, "whole process at the peak", trial.expected, trial.process)
+    ratio = trial.seconds / plan.seconds
+    table.add_row("seconds a step", f"{plan.seconds:.3g}", f"{trial.seconds:.3g}", f"{ratio - 1:+.0%}")
+    console.print(table)
+    if trial.above:
+        more = format_bytes(trial.above)
+        console.print(
+            Text(f"it took {more} more than planned: the plan above was made again with that"), soft_wrap=True
+        )
+    console.print(Text(trial.said or "remembered: the next plans on this machine reckon with it"), soft_wrap=True)
+
+
 def _bytes(table: Table, name: str, planned: int | None, measured: int | None) -> None:
     if planned and measured:
         table.add_row(name, format_bytes(planned), format_bytes(measured), f"{measured / planned - 1:+.1%}")

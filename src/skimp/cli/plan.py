@@ -33,6 +33,9 @@ def command(
     precision: Annotated[
         str | None, typer.Option(help="fp32, bf16-mixed or bf16.", autocompletion=complete.precisions)
     ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Then take two real steps in a process of their own, and say how they came.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Simulate the run and choose the exact techniques that fit. Exit code 0: fits, 3: not, 2: bad input."""
@@ -67,14 +70,26 @@ def command(
         }
     )
     words += short(seq, batch, optimizer, precision, fresh=recipe is None)
-    found = make(source, *words, gpu=gpu, memory=memory)
+    taken = None
+    if probe:
+        from skimp.api import probe as take
+
+        if gpu is not None:
+            raise RecipeError("--probe", f"a plan for {gpu}", "steps are taken on this machine's CPU", "one of the two")
+        found, taken = take(source, *words, memory=memory)
+    else:
+        found = make(source, *words, gpu=gpu, memory=memory)
     if as_json:
-        print(json.dumps(found.as_dict(), indent=2))
+        print(json.dumps(found.as_dict() | ({"probe": taken.as_dict()} if taken is not None else {}), indent=2))
     else:
         from skimp.cli.console import console
         from skimp.cli.show import print_plan
 
         print_plan(found, console())
+        if taken is not None:
+            from skimp.cli.closing import print_trial
+
+            print_trial(found, taken, console())
     sys.exit(0 if found.fits else 3)
 
 

@@ -17,6 +17,9 @@ from skimp.core.units import format_bytes
 
 #: Bytes above the process's own from which a run's error counts.
 LEAST = 300_000_000
+#: Predicted seconds of a step from which its ratio says something of another recipe's: below, calls and not arithmetic
+#: take the time.
+LEAST_SECONDS = 0.1
 #: Newest records that are looked at.
 NEWEST = 200
 
@@ -40,7 +43,7 @@ class Seen:
     Attributes:
         errors: signed, over (peak - baseline), as planned then; above 0 the plan was above what was measured.
         more: by policy, what runs took above the rule.
-        ratios: measured by predicted seconds of a step.
+        ratios: measured by predicted seconds of a step, where a step takes a tenth of a second at least.
         here: the same of runs of this very recipe.
     """
 
@@ -77,10 +80,11 @@ class Seen:
         added = [f"{format_bytes(m.bytes)} or {m.share:.1%} ({policy})" for policy, m in self.more.items() if m.bytes]
         if added:
             said.append(f"added to the allowance for what those took: {', '.join(added)}")
-        if self.ratios:
+        known, what = (self.here, " of this shape") if self.here else (self.ratios, "")
+        if known:
             said.append(
-                f"seconds of a step: measured {min(self.ratios):.2f} to {max(self.ratios):.2f} of predicted, "
-                f"the middle one {median(self.ratios):.2f}, over {_runs(len(self.ratios))}"
+                f"seconds of a step: measured {min(known):.2f} to {max(known):.2f} of predicted, "
+                f"the middle one {median(known):.2f}, over {_runs(len(known))}{what}"
             )
         return said
 
@@ -125,7 +129,8 @@ def seen(
         planned, measured = r["planned"], r["measured"]
         if measured.get("seconds") and planned["seconds"]:
             ratio = measured["seconds"] / planned["seconds"]
-            ratios.append(ratio)
+            if planned["seconds"] >= LEAST_SECONDS:
+                ratios.append(ratio)
             if recipe and r.get("recipe") == recipe:
                 here.append(ratio)
         if not measured.get("process") or measured.get("survived"):
