@@ -32,6 +32,10 @@ def _listed(name: str) -> Callable[[Run], bool]:
     return lambda run: name in techniques(run.recipe, run.exact)
 
 
+def _resting(name: str) -> Callable[[Run], bool]:
+    return lambda run: _listed(name)(run) and sum(not p.requires_grad for _, p in run.parameters()) > 0
+
+
 def _stores(dtype: torch.dtype) -> Callable[[Run], bool]:
     return lambda run: any(t.dtype == dtype for t in [*state_tensors(run), *(p for _, p in run.parameters())])
 
@@ -72,6 +76,9 @@ SWITCHES: dict[str, Switch] = {
     "packing": Switch(_listed("packing"), overrides=("data.packing=true",), documents=PACKED),
     "fused-rmsnorm": Switch(lambda run: run.fused.norms > 0 < run.fused.runs, overrides=("exact.kernels=fused",)),
     "fused-swiglu": Switch(lambda run: run.fused.mlps > 0 < run.fused.runs, overrides=("exact.kernels=fused",)),
+    "lisa": Switch(_resting("lisa"), overrides=("train.layers={name: lisa, active: 2}",)),
+    "owlore": Switch(_resting("owlore"), overrides=("train.layers={name: owlore, active: 2}",)),
+    "badam": Switch(_resting("badam"), overrides=("train.layers=badam",)),
     "lora": Switch(lambda run: bool(run.adapter.modules), overrides=("adapter={r: 4}",)),
 }
 

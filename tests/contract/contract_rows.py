@@ -104,6 +104,10 @@ def scratch() -> str:
 
 
 DISK = (f"exact.offload.folder={scratch()}",)
+#: Seeds whose first draw is one of the costliest sets of three blocks, which is what a simulation runs.
+LISA = ("train.layers={name: lisa, active: 2, every: 20}", "train.seed=2")
+LISA_BLOCKS = ("train.layers={name: lisa, active: 2, every: 20, embeddings: false, head: false}",)
+OWLORE = ("train.layers={name: owlore, active: 2, threshold: 4}", "train.seed=2")
 
 TECHNIQUES: dict[str, Technique] = {
     "plain": Technique(),
@@ -157,6 +161,20 @@ TECHNIQUES: dict[str, Technique] = {
         {"micro_rows": 1}, ("adapter={dropout: 0.25}",), base="lora-dropout", reordered=True
     ),
     "lora-full": Technique(overrides=("adapter={embeddings: true, head: true}",)),
+    "lisa": Technique(overrides=LISA),
+    "lisa-in-backward": Technique({"in_backward": True}, LISA, base="lisa"),
+    "lisa-recompute": Technique({"recompute": tuple(range(BLOCKS))}, LISA, base="lisa"),
+    "lisa-accumulation": Technique({"micro_rows": 1}, LISA, base="lisa", reordered=True),
+    "lisa-8-bit": Technique(overrides=(*LISA, "optimizer=adamw8bit")),
+    "lisa-bf16": Technique(overrides=(*LISA, "precision=bf16")),
+    "lisa-blocks": Technique(overrides=LISA_BLOCKS),
+    "lisa-blocks-recompute": Technique({"recompute": tuple(range(BLOCKS))}, LISA_BLOCKS, base="lisa-blocks"),
+    "lisa-blocks-in-backward": Technique({"in_backward": True}, LISA_BLOCKS, base="lisa-blocks"),
+    "lisa-all": Technique(overrides=("train.layers={active: 3, on_switch: keep}",), base="plain"),
+    "owlore": Technique(overrides=OWLORE),
+    "owlore-in-backward": Technique({"in_backward": True}, OWLORE, base="owlore"),
+    "badam": Technique(overrides=("train.layers=badam",)),
+    "badam-packing": Technique({"micro_rows": 3}, ("train.layers=badam",), PACKED),
     "smoothing-z": Technique(overrides=("train.loss.label_smoothing=0.1", "train.loss.z_loss=0.001")),
 }
 

@@ -91,13 +91,20 @@ class Offload:
         self.saved.discard()
         self.tier.close()
 
-    def assert_effect(self, forwards: int) -> None:
+    def assert_effect(self, forwards: int, due: Iterable[str] | None = None) -> None:
         """Every chosen block went through the tier in every forward, and bytes came back from it.
+
+        Args:
+            forwards: training forwards of the model.
+            due: names of blocks that keep anything, when others rest below all that trains; None for all.
 
         Raises:
             EffectError: a block kept everything here, or nothing was moved.
         """
-        idle = [self.blocks[i] for i, runs in self.forwards.items() if runs < forwards]
+        reached = set(self.blocks if due is None else due)
+        idle = [self.blocks[i] for i, runs in self.forwards.items() if runs < forwards and self.blocks[i] in reached]
+        if not any(self.blocks[i] in reached for i in self.chosen):
+            return
         if idle or not self.saved.stored or not self.saved.fetched:
             raise EffectError(
                 f"offload of {len(self.chosen)} blocks to {self.tier.place}",

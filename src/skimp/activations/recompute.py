@@ -89,13 +89,18 @@ class Recompute:
         for module in self._modules:
             del module.forward
 
-    def assert_effect(self, forwards: int) -> None:
+    def assert_effect(self, forwards: int, due: Iterable[str] | None = None) -> None:
         """Each wrapped block ran twice per training forward, and its second run took what it should have kept.
+
+        Args:
+            forwards: training forwards of the model.
+            due: names of blocks that backward reaches, when others rest below all that trains; None for all.
 
         Raises:
             EffectError: a block was not run again, so nothing was saved there; or it made everything again.
         """
-        idle = [name for name, runs in self.runs.items() if runs < 2 * forwards]
+        reached = set(self.blocks if due is None else due)
+        idle = [name for name, runs in self.runs.items() if runs < 2 * forwards and name in reached]
         if idle:
             raise EffectError(
                 f"recompute of {len(self.blocks)} blocks",

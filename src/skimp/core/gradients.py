@@ -18,6 +18,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from skimp.core.errors import ConflictError, NonFiniteError
 from skimp.core.memory.tracker import at, classify, scope
@@ -72,7 +73,7 @@ class Delivery:
 
     def sink(self, name: str) -> Tensor | None:
         """The buffer a loss head adds this weight's gradient into, zeroed at first use in a step; None if frozen."""
-        if name not in self.sinks:
+        if name not in self.sinks or not self.parameters[name].requires_grad:
             return None
         buffer = self.sinks[name]
         if buffer is None:
@@ -153,9 +154,7 @@ class AfterBackward(Delivery):
     ) -> None:
         super().__init__(parameters, rule, clip, sinks)
         self._hooks = [
-            p.register_post_accumulate_grad_hook(_classify_gradient)
-            for name, p in self.parameters.items()
-            if name not in self.sinks
+            on_gradient(p, _classify_gradient) for name, p in self.parameters.items() if name not in self.sinks
         ]
 
     def end(self, pass_index: int) -> Delivered:
@@ -203,9 +202,7 @@ class InBackward(Delivery):
         self._pass = 0
         self._seen: set[str] = set()
         self._hooks = [
-            p.register_post_accumulate_grad_hook(self._hook(name))
-            for name, p in self.parameters.items()
-            if name not in self.sinks
+            on_gradient(p, self._hook(name)) for name, p in self.parameters.items() if name not in self.sinks
         ]
 
     def _hook(self, name: str) -> Callable[[Tensor], None]:
@@ -273,6 +270,20 @@ class InBackward(Delivery):
         for hook in self._hooks:
             hook.remove()
         super().close()
+
+
+def on_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call `hook` when the parameter's gradient is accumulated; also one that rests just now may be given.
+
+    torch takes no such hook for a parameter that needs no gradient, and keeps those it has when that changes.
+    """
+    rests = not parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        return parameter.register_post_accumulate_grad_hook(hook)
+    finally:
+        if rests:
+            parameter.requires_grad_(False)
 
 
 def _classify_gradient(parameter: Tensor) -> None:

@@ -8,7 +8,7 @@ the effect check.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, Literal
@@ -245,7 +245,7 @@ class UpdateRule(torch.optim.Optimizer):
                     yield self.name_of(p), key, value
 
     @torch.no_grad()
-    def load_named_state(self, saved: Mapping[str, Any]) -> None:
+    def load_named_state(self, saved: Mapping[str, Any], only: Collection[str] | None = None) -> None:
         """Load what `named_state` gave, tensor by tensor into the state that exists (so that memory stays
         flat).
 
@@ -254,6 +254,7 @@ class UpdateRule(torch.optim.Optimizer):
 
         Args:
             saved: maps `state_key(parameter, key)` to a tensor or number; may read lazily from a file.
+            only: parameters that have state in it; what others have here goes. None: all do.
 
         Raises:
             CheckpointError: an entry is missing, or has another shape or dtype than this rule's. Nothing is
@@ -261,6 +262,9 @@ class UpdateRule(torch.optim.Optimizer):
         """
         for p in self.parameters():
             name = self.name_of(p)
+            if only is not None and name not in only:
+                self.state.pop(p, None)
+                continue
             keys = [*self.numbers_of(p), *self.spec_of(p)]
             self._restore(p, {key: entry(saved, state_key(name, key), self.rule) for key in keys})
 

@@ -22,6 +22,9 @@ def for_few_blocks(recipe: Any, config: dict[str, Any]) -> Any:
     Raises:
         SkimpError: targets that match nothing or only in part, or an adapter for another base: before any search.
     """
+    if recipe.train.layers is not None:  # they may be fewer than those that train at a time
+        one = recipe.train.layers.model_copy(update={"active": 1})
+        return recipe.model_copy(update={"train": recipe.train.model_copy(update={"layers": one})})
     asked = recipe.adapter
     if asked is None or (asked.source is None and asked.targets == "all-linear"):
         return recipe

@@ -189,6 +189,11 @@ def _notes(recipe: Any, config: dict[str, Any], where: Places, search: Search) -
         notes.append("dropout of the config set to 0: " + ", ".join(f"{k}={v:g}" for k, v in dropout.items()))
     if recipe.train.clip is None:
         notes.append("no gradient clipping")
+    layers = recipe.train.layers
+    if layers is not None:
+        notes.append(
+            f"{layers.active} of {search.blocks} blocks train at a time: the costliest {layers.active} are simulated"
+        )
     if recipe.data.packing:
         notes.append("packed rows are simulated as their costliest split into documents")
     if where.on_cpu:

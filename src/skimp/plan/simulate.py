@@ -85,6 +85,8 @@ def simulate(
         part = batch if micro_batches is None else batch.take(0, min(batch.rows, exact.micro_rows * micro_batches))
         rest = tracker.live
         tracker.reset_peak()
+        if run.layers is not None:
+            steps = max(steps, run.layers.sets)  # each step trains another of the costliest sets of blocks
         for index in range(steps):
             meter.on = index == steps - 1
             tracker.count = 0  # operators are numbered within their step, as a watched real step numbers them

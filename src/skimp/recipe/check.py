@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from skimp.core.errors import SkimpError
+from skimp.core.errors import SkimpError, did_you_mean
 from skimp.core.registry import facts
 from skimp.recipe.devices import resolve_gpu
+from skimp.recipe.layers import DEFAULTS as LAYERS
 from skimp.recipe.problem import Problem
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def contradictions(recipe: Recipe) -> list[Problem]:
         *_offload(recipe),
         *_method(recipe),
         *_adapter(recipe),
+        *_layers(recipe),
     ]
 
 
@@ -238,4 +240,16 @@ def _adapter(recipe: Recipe) -> Iterator[Problem]:
             "A and B are float32 and this matrix is bfloat16: one of adamw's two forms takes the first, the other the "
             "second",
             ("optimizer=adamw8bit: it takes both", "precision=bf16-mixed"),
+        )
+
+
+def _layers(recipe: Recipe) -> Iterator[Problem]:
+    asked = recipe.train.layers
+    if asked is not None and asked.name not in LAYERS:
+        yield Problem(
+            "train.layers.name",
+            "a way to sample blocks",
+            f"'{asked.name}'",
+            "",
+            (did_you_mean(asked.name, LAYERS),),
         )

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from skimp.recipe.fields import Number, Section, Whole, number, refuse
+from skimp.recipe.layers import Layers
 
 
 def _warmup(value: Any) -> Any:
@@ -82,6 +83,9 @@ class Train(Section):
     )
     seed: Whole = Field(
         default=0, ge=0, description="Seed of everything random in training beside data order and weights."
+    )
+    layers: Layers | None = Field(
+        default=None, description="Train a few blocks at a time: lisa, owlore or badam; null trains all of them."
     )
     loss: Loss = Field(default_factory=Loss, description="Terms of the loss.")
     spike: Spike = Field(default_factory=Spike, description="When a jump of the loss stops the run.")

@@ -34,9 +34,12 @@ from skimp.optim.groups import decay_groups, role_groups
 from skimp.optim.roles import roles
 from skimp.run.adapt import adapt
 from skimp.run.head import Head
+from skimp.run.layers import check_layers, layer_sampler
 from skimp.run.offloaded import check_places, offload, states_away
 from skimp.run.skeleton import materialise, simulate_tensors, skeleton
 from skimp.steps.first_order import FirstOrder, StepResult
+from skimp.steps.layer_sampled import LayerSampled
+from skimp.steps.layers import LayerSampler
 
 DTYPES = {"fp32": torch.float32, "bf16-mixed": torch.float32, "bf16": torch.bfloat16}
 
@@ -59,6 +62,7 @@ class Run:
         adapter: the additions that train in the model's place, None without.
         offload: the blocks whose kept tensors wait elsewhere, None without.
         simulated: its tensors have shapes and no values.
+        layers: trains a few blocks at a time, None when all train.
     """
 
     recipe: Any
@@ -74,6 +78,7 @@ class Run:
     adapter: LoRA | None = None
     offload: Offload | None = None
     simulated: bool = False
+    layers: LayerSampler | None = None
 
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step over a whole step's rows, cut into micro-batches."""
@@ -119,11 +124,12 @@ class Run:
         self.offload = offload(self.model, self.structure, exact, self.recipe, self.simulated)
         if exact.states != self.exact.states:
             self.optimizer.keep_states(states_away(exact, self.recipe, self.simulated))
-        self.delivery = _delivery(self.recipe, exact, old.parameters.items(), self.optimizer, old.sinks)
+        rule = self.layers or self.optimizer
+        self.delivery = _delivery(self.recipe, exact, old.parameters.items(), rule, old.sinks)
         self.delivery.step_index = old.step_index
         self.head.chunk = exact.loss_chunk
         self.head.sink = _sink(self.delivery)
-        self.stepper = FirstOrder(self.head.loss, self.delivery)
+        self.stepper = _stepper(self.head, self.delivery, self.layers)
         self.exact = exact
 
     def show_to(self, tracker: Tracker, batch: Batch) -> None:
@@ -147,6 +153,8 @@ class Run:
             self.offload.remove()
         if self.optimizer.away is not None:
             self.optimizer.away.close()
+        if self.layers is not None:
+            self.layers.release()
         if self.recompute is not None:
             self.recompute.remove()
         if self.fused is not None:
@@ -180,6 +188,7 @@ def build(
     model = skeleton(config, dtype)
     structure = read_structure(model)
     check_positions(recipe, structure)
+    check_layers(recipe, structure)
     check_blocks(exact, structure)
     if simulate is not None:
         simulate_tensors(model, dtype, simulate)
@@ -216,7 +225,8 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
         else {f"{structure.head}.weight"}
     )
     sinks = [name for name, _ in named if name in weights]
-    delivery = _delivery(recipe, exact, named, optimizer, sinks)
+    layers = layer_sampler(recipe, exact, model, structure, named, optimizer, simulated)
+    delivery = _delivery(recipe, exact, named, layers or optimizer, sinks)
     head = Head(
         model,
         structure,
@@ -226,9 +236,16 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
         z_loss=recipe.train.loss.z_loss,
         sink=_sink(delivery),
     )
-    stepper = FirstOrder(head.loss, delivery)
+    if layers is not None:
+        layers.forward = head.walk
+        layers.begin(0)
+    stepper = _stepper(head, delivery, layers)
     built = (recipe, exact, model, structure, head, optimizer, delivery, stepper, recompute, fused, adapter)
-    return Run(*built, offload=away, simulated=simulated)
+    return Run(*built, offload=away, simulated=simulated, layers=layers)
+
+
+def _stepper(head: Head, delivery: Delivery, layers: LayerSampler | None) -> FirstOrder:
+    return FirstOrder(head.loss, delivery) if layers is None else LayerSampled(head.loss, delivery, layers)
 
 
 def _recompute(model: nn.Module, structure: Structure, exact: ExactChoices) -> Recompute | None:
@@ -279,6 +296,7 @@ def techniques(recipe: Any, exact: ExactChoices) -> list[str]:
     names = [rule_name(recipe), "first-order", "chunked-cross-entropy"]
     names += [recipe.adapter.name] if recipe.adapter is not None else []
     names += ["packing"] if recipe.data.packing else []
+    names += [recipe.train.layers.name] if recipe.train.layers is not None else []
     names += ["recompute"] if exact.recompute else []
     names += ["selective-recompute"] if exact.recompute and exact.keep != "nothing" else []
     names += ["step-in-backward"] if exact.in_backward else []
@@ -332,8 +350,9 @@ def make_optimizer(
     optimizer = rule(groups, **options)
     if away is not None:
         optimizer.keep_states(away)
-    for _, parameter in named:
-        optimizer.init_state(parameter)
+    if recipe.train.layers is None:  # else the sampler makes those of the blocks that train
+        for _, parameter in named:
+            optimizer.init_state(parameter)
     return optimizer
 
 

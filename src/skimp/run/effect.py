@@ -12,6 +12,7 @@ from torch import Tensor
 
 from skimp.adapters.lora import A, B
 from skimp.core.errors import EffectError
+from skimp.core.gradients import on_gradient
 from skimp.core.read import read
 from skimp.run.build import Run
 
@@ -36,9 +37,7 @@ class Effect:
         self._outlived: list[str] = []
         # After the delivery's own hooks: what still has a gradient then is held until backward has ended.
         self._hooks = [
-            p.register_post_accumulate_grad_hook(self._watch(name))  # type: ignore[no-untyped-call]
-            for name, p in parameters.items()
-            if name not in run.delivery.sinks
+            on_gradient(p, self._watch(name)) for name, p in parameters.items() if name not in run.delivery.sinks
         ]
 
     def _watch(self, name: str) -> Callable[[Tensor], None]:
@@ -83,6 +82,8 @@ class Effect:
         run.optimizer.assert_effect(self._before, after)
         if run.adapter is not None:
             run.adapter.assert_effect(self._before, after)
+        if run.layers is not None:
+            run.layers.assert_effect(self._before, after)
         self._moved(run, after, lr)
         self._before.clear()
 
@@ -93,7 +94,7 @@ class Effect:
         # The gradient of A holds B, which begins at 0: the adapter itself looks at these pairs.
         pairs = set() if run.adapter is None else {f"{m}.{part}" for m in run.adapter.modules for part in PAIR}
         named = {n: p for n, p in run.delivery.parameters.items() if n not in pairs}
-        visible = [n for n, p in named.items() if p.dtype == torch.float32 and lr > 2e-7]
+        visible = [n for n, p in named.items() if p.dtype == torch.float32 and lr > 2e-7 and p.requires_grad]
         still = [n for n in visible if not _differ(self._before[n], after[n])]
         if visible and len(still) > len(visible) // 2:
             raise EffectError(
@@ -102,7 +103,7 @@ class Effect:
                 "no gradient reached them, or the update rule skipped them",
                 "check that the model's parameters require gradients",
             )
-        halves = [n for n, p in run.delivery.parameters.items() if p.dtype == torch.bfloat16]
+        halves = [n for n, p in run.delivery.parameters.items() if p.dtype == torch.bfloat16 and p.requires_grad]
         expected = sum(_expected_moves(self._before[n], lr) for n in halves)
         # A tenth: gradients that are zero (tokens not in the batch) or below Adam's eps move nothing.
         if expected > 10 * SURELY and not any(_differ(self._before[n], after[n]) for n in halves):
@@ -128,14 +129,14 @@ def _recomputed(run: Run, forwards: int) -> None:
     wanted = [run.structure.blocks[i] for i in run.exact.recompute]
     if run.recompute is None or set(run.recompute.blocks) != set(wanted):
         raise EffectError(f"recompute of {len(wanted)} blocks", "they are not wrapped")
-    run.recompute.assert_effect(forwards)
+    run.recompute.assert_effect(forwards, None if run.layers is None else run.layers.in_backward)
 
 
 def _offloaded(run: Run, forwards: int) -> None:
     if run.exact.offload:
         if run.offload is None or run.offload.chosen != run.exact.offload:
             raise EffectError(f"offload of {len(run.exact.offload)} blocks", "they are not wrapped")
-        run.offload.assert_effect(forwards)
+        run.offload.assert_effect(forwards, None if run.layers is None else run.layers.in_backward)
     if run.exact.states != "device":
         if run.optimizer.away is None or run.optimizer.away.place != run.exact.states:
             raise EffectError(f"optimizer states on {run.exact.states}", "they are beside their parameters")
@@ -147,6 +148,8 @@ def _states(run: Run) -> None:
     rule = run.optimizer
     for name, parameter in run.delivery.parameters.items():
         state = rule.state.get(parameter) or {}
+        if not state and not parameter.requires_grad:
+            continue  # its block rests
         found = sum(v.untyped_storage().nbytes() for v in state.values() if isinstance(v, Tensor))
         planned = rule.bytes_of(parameter)
         if found != planned:

@@ -123,6 +123,12 @@ class Head:
         """dtype of the head's matrix products: a card multiplies bfloat16 as it is, a CPU widens it in slices."""
         return torch.bfloat16 if attention.target_device() != "cpu" and self.weight.dtype == torch.bfloat16 else None
 
+    @torch.no_grad()
+    def walk(self, batch: Batch) -> None:
+        """One forward pass up to the final hidden states, for whoever watches inside; nothing is kept."""
+        with self._cast(), scope("activations", "walk"):
+            self._hidden(batch)
+
     def loss(self, batch: Batch, normaliser: int) -> Tensor:
         """This micro-batch's share of the step's loss: sum over its trained tokens / `normaliser`."""
         with self._cast():

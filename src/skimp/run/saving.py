@@ -18,6 +18,7 @@ from skimp.run.checkpoint_folder import complete_steps, latest, set_aside
 from skimp.run.checkpoint_read import Checkpoint
 from skimp.run.environment import differences, environment
 from skimp.run.folder import begun
+from skimp.run.layers import restore_layers
 from skimp.run.tensor_bytes import Later, Spec
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class Saver:
             "rng": rng.capture(),
             "environment": environment(),
         }
+        if run.layers is not None:
+            meta["layers"] = run.layers.state_dict()
         groups: dict[str, list[tuple[str, Tensor | Later]]] = {**weight_groups(run), "optimizer": tensors}
         keep = self.keep + spare
         try:
@@ -234,6 +237,11 @@ def restore_optimizer(saved: Checkpoint, run: Run) -> None:
     Raises:
         CheckpointError: damaged, or of another model or optimizer.
     """
-    run.optimizer.load_named_state(_Lazily(saved, saved.meta["optimizer"]["numbers"]))
+    numbers = saved.meta["optimizer"]["numbers"]
+    held = None
+    if run.layers is not None:
+        restore_layers(run, saved.meta["layers"])
+        held = {name for name in run.delivery.parameters if state_key(name, "step") in numbers}
+    run.optimizer.load_named_state(_Lazily(saved, numbers), held)
     run.delivery.step_index = saved.step
     rng.restore(saved.meta["rng"])
