@@ -29,12 +29,13 @@ FLOOR: dict[str, set[str]] = {
     **{room: set(GROUND) for room in TECHNIQUES},
     "recipe": {"core"},
     "report": {"core"},
+    "bench": {"core", "recipe"},  # its runs are processes of their own
     # export writes what `run.found` finds, with the writer of checkpoints
     "export": GROUND | TECHNIQUES | {"recipe", "run"},
     "hf": GROUND | TECHNIQUES,
     "run": GROUND | TECHNIQUES | {"recipe", "plan", "export"},
     "plan": GROUND | TECHNIQUES | {"recipe", "run"},
-    "cli": GROUND | TECHNIQUES | {"recipe", "plan", "run", "export", "report"},
+    "cli": GROUND | TECHNIQUES | {"recipe", "plan", "run", "export", "report", "bench"},
 }
 
 #: Packages that cost the training process more memory than many techniques save; for child processes only.

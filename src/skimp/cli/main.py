@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from skimp.cli import chat, completion, doctor, export, generate, init, methods, plan, report, schema, train
+from skimp.cli import bench, chat, completion, doctor, export, generate, init, methods, plan, report, schema, train
 from skimp.cli import eval as evaluate
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command("chat")(chat.command)
 app.command("export")(export.command)
 app.command("report")(report.command)
 app.command("methods")(methods.command)
+app.add_typer(bench.app, name="bench")
 app.command("doctor")(doctor.command)
 app.command("schema")(schema.command)
 app.command("completion")(completion.command)

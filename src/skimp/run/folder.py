@@ -25,7 +25,7 @@ __all__ = ["RunFolder", "append_jsonl", "claim", "truncate_jsonl", "write_json"]
 RUN = "run.json"
 LOCK = ".lock"
 #: What a session writes before its first step is done: a folder that holds nothing else can be begun anew.
-UNBEGUN = (RUN, "recipe.json", "plan.json", "evals.jsonl", "timeline.json", VITALS, CRASH)
+UNBEGUN = (RUN, "recipe.json", "plan.json", "optimizer.json", "evals.jsonl", "timeline.json", VITALS, CRASH)
 
 
 class RunFolder:

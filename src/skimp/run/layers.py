@@ -48,8 +48,10 @@ def layer_sampler(
     def score(batches: Sequence[Any]) -> tuple[Draw, list[float]]:
         found = outlier_scores(model, structure.blocks, sampler.forward, batches, asked.threshold)
         weighted = Systematic(seed, tuple(found), asked.active)
-        weighted.at(0)  # a simulation draws as well, and then takes the costliest
-        return (Fixed(sets) if simulated else weighted), found
+        if not simulated:
+            return weighted, found
+        weighted.at(0)  # a real run draws here: the same operators, and then the costliest blocks
+        return Fixed(sets), found
 
     sampler = LayerSampler(
         named,

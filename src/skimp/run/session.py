@@ -21,7 +21,7 @@ from skimp.core.memory.process import give_back, malloc_policy, reset_peak, resi
 from skimp.core.rng import seed_everything
 from skimp.core.units import format_bytes
 from skimp.kernels.native import pool
-from skimp.run import faults
+from skimp.run import faults, rule_table
 from skimp.run.adapt import check_continued, table_lines
 from skimp.run.base import Fingerprinted
 from skimp.run.build import Run, build
@@ -209,6 +209,7 @@ def train(
             check_continued(recipe, base.value)
             for line in table_lines(run.adapter.table(), run.structure.blocks):
                 voice.say(line)
+        show_rules(run, folder, voice)
         revision = source.revision
         if saved is not None:
             if base is not None:
@@ -246,6 +247,18 @@ def train(
             write_json(folder.path / "summary.json", summary)
     folder.vitals.ended(stopped)
     return Outcome(summary, stopped, folder.path)
+
+
+def show_rules(run: Run, folder: RunFolder, voice: Voice) -> None:
+    """Say which rule updates what, at which rate, in how many bytes; the whole table goes into the folder."""
+    rows = run.optimizer.table()
+    at_once = None
+    if run.layers is not None and run.layers.on_switch == "drop":
+        at_once = sum(run.optimizer.bytes_of(p) for p in run.optimizer.parameters() if p.requires_grad)
+    for line in rule_table.table_lines(rows, run.structure, at_once):
+        voice.say(line)
+    size = sum(row.state_bytes for row in rows) if at_once is None else at_once
+    write_json(folder.path / "optimizer.json", {"state_bytes": size, "parameters": rule_table.as_plain(rows)})
 
 
 def _filler(recipe: Any, source: Any, voice: Voice) -> Callable[[Any], None]:
@@ -339,6 +352,6 @@ def summarise(run: Run, plan: Any, state: State, stopped: str, wall: float) -> d
         "malloc_policy": malloc_policy(),
         "plan": plan.as_dict(),
         "adapter_table": None if run.adapter is None else [asdict(row) for row in run.adapter.table()],
-        "optimizer_table": [{**asdict(row), "shape": list(row.shape)} for row in run.optimizer.table()],
+        "optimizer_table": rule_table.as_plain(run.optimizer.table()),
         "versions": environment(),
     }

@@ -1,0 +1,95 @@
+"""`skimp bench`: methods side by side; `skimp bench pretrain` trains a small Llama from scratch with each of them."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Methods side by side on one task.")
+
+
+@app.callback()
+def _bench() -> None:
+    """Methods side by side on one task; what was run is kept, and the same command goes on."""
+
+
+@app.command("pretrain")
+def pretrain(
+    profile: Annotated[str, typer.Option(help="Size: seconds, tiny (1 M parameters), small, medium.")] = "tiny",
+    methods: Annotated[str, typer.Option(help="Names with commas; none: every registered update rule.")] = "",
+    seeds: Annotated[str, typer.Option(help="Seeds with commas; the first one also chooses learning rates.")] = "0,1,2",
+    output: Annotated[Path, typer.Option(help="Folder of results and table.")] = Path("runs/bench-pretrain"),
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time, one thread each; none: one a core.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Begin no run after so many minutes.")] = None,
+    table: Annotated[bool, typer.Option("--table", help="Only print the table of what was run.")] = False,
+) -> None:
+    """Pre-train a small Llama with every method: equal tokens, own learning rates, a table of perplexity and memory.
+
+    The same command goes on where it was stopped, at any moment and by anything.
+    """
+    from skimp.bench.pretrain import TABLE, Pretrain, default_jobs
+    from skimp.bench.profiles import chosen, profile_of
+    from skimp.cli.console import console
+
+    names = chosen([name.strip() for name in methods.split(",") if name.strip()])
+    screen = console()
+    with _progress(screen) as show:
+        bench = Pretrain(profile_of(profile), names, _seeds(seeds), output, jobs or default_jobs(), show)
+        done = True
+        if not table:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+            try:
+                done = bench.run(minutes)
+            except KeyboardInterrupt:
+                print(f"skimp: stopped; the same command goes on ({len(bench.due())} runs due)", file=sys.stderr)
+                sys.exit(130)
+    print(bench.table())
+    screen.print(f"{bench.work / TABLE}" + ("" if done else ": not complete; the same command goes on"), soft_wrap=True)
+
+
+def _seeds(text: str) -> list[int]:
+    from skimp.core.errors import SkimpError
+
+    try:
+        found = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        found = []
+    if not found or min(found) < 0 or len(set(found)) < len(found):
+        raise SkimpError(f"--seeds {text}", "not a list of different whole numbers from 0 on", instead="--seeds 0,1,2")
+    return found
+
+
+class _progress:
+    """A bar of runs with the time left; on a pipe, a line a run."""
+
+    def __init__(self, console: Any) -> None:
+        from skimp.cli.use import bar
+
+        self.console = console
+        self.bar = bar(console, False)
+        self.task: Any = None
+
+    def __enter__(self) -> Any:
+        self.bar.start()
+        return self.show
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.stop()
+
+    def show(self, done: int, expected: int, left: float, record: dict[str, Any] | None) -> None:
+        from math import exp
+
+        from skimp.core.units import format_seconds
+
+        facts = f"of {expected} runs · {format_seconds(left)} left"
+        if record is not None:
+            found = record["status"] if record["loss"] is None else f"perplexity {exp(record['loss']):.2f}"
+            what = f"{record['method']} at {record['lr']:g}, seed {record['seed']}: {found}"
+            self.console.print(f"{done} {facts} · {what}", soft_wrap=True)
+        if self.task is None:
+            self.task = self.bar.add_task("pre-training", total=expected, facts=facts)
+        self.bar.update(self.task, completed=done, total=expected, facts=facts)
