@@ -108,7 +108,11 @@ class Recompute:
                 "their activations were kept all the same",
                 "check that the blocks' inputs or weights need gradients",
             )
-        idle = [name for name, taken in self.taken.items() if taken < forwards] if self.keep != "nothing" else []
+        idle = (
+            [n for n, taken in self.taken.items() if taken < forwards and n in reached]
+            if self.keep != "nothing"
+            else []
+        )
         if idle:
             raise EffectError(
                 f"recompute that keeps {self.keep}",
