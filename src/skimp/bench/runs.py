@@ -60,7 +60,7 @@ class Results:
         for number, line in enumerate(whole[:end].splitlines(), 1):
             try:
                 record = json.loads(line)
-                mine = record["digest"] == digest
+                mine = record["digest"] == digest and record["status"] != "failed"
             except (ValueError, KeyError, TypeError) as error:
                 raise SkimpError(
                     f"line {number} of {self.path}",
@@ -86,7 +86,8 @@ class Results:
 
     def refused(self, method: str) -> str:
         """Why the method cannot be run at all, or nothing."""
-        return next((r["why"] for r in self.lines if r["method"] == method and r["status"] == "refused"), "")
+        own = (r for r in self.lines if r["method"] == method)
+        return next((r["why"] for r in own if r["status"] in ("refused", "failed")), "")
 
 
 def recipe_of(profile: Profile, job: Job, work: Path) -> dict[str, Any]:
@@ -162,15 +163,18 @@ def _train(recipe: Path, folder: Path, threads: int, started: Callable[[Any], No
         child = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         started(child)
         said = child.communicate()[0]
-        if child.returncode == 2 and "in use" in said and time.monotonic() < until:
+        if child.returncode == 2 and "is running there" in said and time.monotonic() < until:
             time.sleep(2.0)
             continue
         return child.returncode, said
 
 
 def _read(folder: Path, said: str, code: int) -> dict[str, Any]:
-    """What a finished run's folder says; of a failed one, whether it diverged or was refused."""
-    if code != 0:
+    """What a finished run's folder says; else whether it diverged, was refused, or failed (a bug; tried anew next
+    time)."""
+    if code not in (0, 2, 3):
+        return {"status": "failed", "loss": None, "why": f"exit code {code}: {said.strip()[-300:]}"}
+    if code:
         diverged = "finite" in said
         why = next((line for line in reversed(said.strip().splitlines()) if line.startswith("skimp:")), said[-300:])
         return {"status": "diverged" if diverged else "refused", "loss": None, "why": why}

@@ -25,7 +25,6 @@ from skimp.core.errors import ConflictError, ModelError
 from skimp.core.exact import ExactChoices
 from skimp.core.gradients import AfterBackward, Delivery, InBackward
 from skimp.core.memory.tracker import Tracker, at, current
-from skimp.core.read import read
 from skimp.core.registry import check_together, load
 from skimp.core.structure import TESTED_FAMILIES, Structure, read_structure, trainable
 from skimp.kernels.apply import Fused
@@ -33,9 +32,10 @@ from skimp.kernels.native import library
 from skimp.optim.groups import decay_groups, role_groups
 from skimp.optim.roles import roles
 from skimp.run.adapt import adapt
+from skimp.run.build_checks import check_blocks, check_exact, check_path, check_positions
 from skimp.run.head import Head
 from skimp.run.layers import check_layers, layer_sampler
-from skimp.run.offloaded import check_places, offload, states_away
+from skimp.run.offloaded import offload, states_away
 from skimp.run.skeleton import materialise, simulate_tensors, skeleton
 from skimp.steps.first_order import FirstOrder, StepResult
 from skimp.steps.layer_sampled import LayerSampled
@@ -306,32 +306,6 @@ def techniques(recipe: Any, exact: ExactChoices) -> list[str]:
     return names
 
 
-def check_path(model: nn.Module, structure: Structure) -> None:
-    """For a family no test covers: hidden states times the head must be the logits of the model's own forward.
-
-    A family may scale, cap or project between the two; training would then follow another loss, silently.
-
-    Raises:
-        ModelError: they differ on eight tokens.
-    """
-    forward: Any = model.eval()
-    ids = torch.arange(min(8, structure.vocab)).unsqueeze(0)
-    positions = torch.arange(ids.shape[1]).unsqueeze(0)
-    with torch.no_grad():
-        theirs = forward(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
-        ours = Head(model, structure).logits_of(ids, positions)
-    model.train()
-    gap = read((ours - theirs).abs().max() / theirs.abs().max(), expect=0.0)
-    # bfloat16 weights round each product to 8 bits; a missing factor is tens of percent off.
-    if not gap < 2e-2:
-        raise ModelError(
-            f"training a model of type '{structure.family}'",
-            f"its logits differ from hidden states times the head by {gap:.1%} of the largest",
-            "something between the two is not known here, and the loss would be another",
-            "a tested family: " + ", ".join(TESTED_FAMILIES),
-        )
-
-
 def make_optimizer(
     recipe: Any,
     named: Sequence[tuple[str, nn.Parameter]],
@@ -354,46 +328,6 @@ def make_optimizer(
         for _, parameter in named:
             optimizer.init_state(parameter)
     return optimizer
-
-
-def check_exact(exact: ExactChoices, recipe: Any) -> None:
-    """In backward needs the whole step as one micro-batch: a gradient still to be added to is not final.
-
-    And what waits elsewhere needs a place that is not the one that computes.
-    """
-    check_places(exact)
-    rows = recipe.rows_per_step
-    if exact.in_backward and exact.micro_rows < rows:
-        raise ConflictError(
-            "exact.in_backward=true",
-            f"micro-batches of {exact.micro_rows} of {rows} rows",
-            "the gradient of one micro-batch is not the step's gradient, and it is freed before the next",
-            [
-                f"exact.micro_batch={rows}: all rows at once, activations of {rows} rows",
-                "exact.in_backward=false: gradients are held, 4 bytes a parameter in fp32",
-            ],
-        )
-
-
-def check_positions(recipe: Any, structure: Structure) -> None:
-    """The sequence must lie within the positions the model was trained with, unless the recipe says otherwise."""
-    if recipe.data.seq_len > structure.positions and recipe.model.positions != "extend":
-        raise ModelError(
-            f"data.seq_len {recipe.data.seq_len}",
-            f"{structure.positions} positions in the model's config",
-            "beyond them rotary angles were never trained and learned positions do not exist",
-            [f"data.seq_len={structure.positions}", "model.positions=extend, for rotary models, knowingly"],
-        )
-
-
-def check_blocks(exact: ExactChoices, structure: Structure) -> None:
-    """Every block named for recompute or offload must exist."""
-    for key, named in (("recompute", exact.recompute), ("offload.blocks", exact.offload)):
-        wrong = [i for i in named if i >= len(structure.blocks)]
-        if wrong:
-            raise ModelError(
-                f"exact.{key}: block {wrong[0]}", f"{len(structure.blocks)} blocks, 0 to {len(structure.blocks) - 1}"
-            )
 
 
 def _name_blocks(model: nn.Module, structure: Structure) -> None:
