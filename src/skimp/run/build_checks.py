@@ -12,6 +12,7 @@ from skimp.core.exact import ExactChoices
 from skimp.core.read import read
 from skimp.core.structure import TESTED_FAMILIES, Structure
 from skimp.run.head import Head
+from skimp.run.offloaded import check_places
 
 
 def check_path(model: nn.Module, structure: Structure) -> None:

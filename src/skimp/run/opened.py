@@ -11,7 +11,8 @@ from torch import nn
 from skimp.core.errors import ModelError, did_you_mean
 from skimp.core.structure import TESTED_FAMILIES, Structure, read_structure
 from skimp.kernels.apply import Fused
-from skimp.run.build import DTYPES, check_path
+from skimp.run.build import DTYPES
+from skimp.run.build_checks import check_path
 from skimp.run.found import Found
 from skimp.run.head import Head
 from skimp.run.skeleton import materialise, skeleton
