@@ -17,9 +17,10 @@ from contract_rows import threads
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from skimp.optim import AdamW, AdamW8bit, AdamWBF16, Lion, decay_groups
+from skimp.optim import CAME, Adafactor, AdamMini, AdamW, AdamW8bit, AdamWBF16, Lion, role_groups, roles
 
 RULES: dict[str, Any] = {"adamw": AdamW, "adamw8bit": AdamW8bit, "adamw-bf16": AdamWBF16, "lion": Lion}
+RULES |= {"adafactor": Adafactor, "came": CAME, "adam-mini": AdamMini}
 HERE = Path(__file__).resolve().parent
 
 
@@ -54,7 +55,7 @@ def test_plain_loop_with_torchs_scheduler(make_tiny: Callable[..., Any], name: s
     model = make_tiny(family)
     if name == "adamw-bf16":
         model = model.to(torch.bfloat16)
-    optimizer = RULES[name](decay_groups(model.named_parameters(), 0.1), lr=1e-2)
+    optimizer = RULES[name](role_groups(model.named_parameters(), 0.1, roles(model)), lr=1e-2)
     losses = plain_loop(model, optimizer)
     assert losses[-1] < 0.7 * losses[0]
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=4)

@@ -84,12 +84,15 @@ _HOMES = {
     "adamw_reference": "adamw",
     "decay_groups": "groups",
     "role_groups": "groups",
-    "roles": "roles",
+    "roles": "role",
     "state_key": "state",
 }
 
 __all__ = [
+    "CAME",
     "FACTS",
+    "Adafactor",
+    "AdamMini",
     "AdamW",
     "AdamW8bit",
     "AdamWBF16",
@@ -103,13 +106,16 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from skimp.optim.adafactor import Adafactor
+    from skimp.optim.adam_mini import AdamMini
     from skimp.optim.adamw import AdamW, adamw_reference
     from skimp.optim.adamw8bit import AdamW8bit
     from skimp.optim.adamw_bf16 import AdamWBF16
     from skimp.optim.base import UpdateRule
+    from skimp.optim.came import CAME
     from skimp.optim.groups import decay_groups, role_groups
     from skimp.optim.lion import Lion
-    from skimp.optim.roles import roles
+    from skimp.optim.role import roles
     from skimp.optim.state import state_key
 
 

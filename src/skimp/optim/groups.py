@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from skimp.optim.roles import Role
+from skimp.optim.role import Role
 
 
 def decay_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_decay: float) -> list[dict[str, Any]]:
@@ -34,7 +34,7 @@ def role_groups(
     """`decay_groups`, cut further so that every group has one role: its "role", "columns" and "head_dim".
 
     Args:
-        roles: of every parameter by name, from `skimp.optim.roles.roles(model)`.
+        roles: of every parameter by name, from `skimp.optim.role.roles(model)`.
     """
     cut: list[dict[str, Any]] = []
     for group in decay_groups(named_parameters, weight_decay):

@@ -59,3 +59,15 @@ def state_dtype(rule: str, states: str) -> torch.dtype | None:
     if states not in ("fp32", "bf16"):
         raise SkimpError(f"{rule}: states 'fp32' or 'bf16'", repr(states))
     return torch.bfloat16 if states == "bf16" else None
+
+
+def check_range(rule: str, **options: tuple[float, float, float]) -> None:
+    """Refuse options out of range: name=(value, least, most).
+
+    Raises:
+        SkimpError: names the option and its range.
+    """
+    for name, (value, least, most) in options.items():
+        if not least <= value <= most:
+            limit = f"at least {least:g}" if most == float("inf") else f"from {least:g} to {most:g}"
+            raise SkimpError(f"{rule}: {name} {limit}", repr(value))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from skimp.core.option import BETAS, Option
+from skimp.core.option import ADAM, BETAS, Option
 from skimp.core.registry import Conflict, Facts, Paper
 
 STATES = Option("fp32", "Moments in float32, or in bf16 rounded at random.", choices=("fp32", "bf16"))
+#: An update that is a function of the whole tensor.
+WHOLE = ("parameters that are not sharded: an update needs the whole matrix",)
 
 
 def uncoded(rule: str, instead: str = "adamw8bit") -> dict[str, Conflict]:
@@ -27,8 +29,67 @@ RULES: list[Facts] = [
         options={"betas": Option((0.9, 0.99), BETAS.about, least=0, below=1), "states": STATES},
         conflicts=uncoded("lion"),
     ),
+    Facts(
+        name="adafactor",
+        kind="update rule",
+        summary="Adafactor: the second moment of a matrix as a row and a column, no first moment unless asked.",
+        where="skimp.optim.adafactor:Adafactor",
+        attacks=("optimizer",),
+        exact=False,
+        saves="4 (m + n) bytes of state for m x n parameters instead of 8 m n",
+        paper=Paper("Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018, "1804.04235"),
+        needs=WHOLE,
+        options={
+            "decay": Option(0.8, "c in the second moment's decay 1 - t^-c.", least=0, most=1),
+            "clip": Option(1.0, "Largest root mean square of an update, before the rate.", above=0),
+            "momentum": Option(0.0, "Decay of a first moment of updates; 0 keeps none.", least=0, below=1),
+            "relative": Option(False, "The rate counts in parts of each weight's root mean square."),
+        },
+        conflicts=uncoded("adafactor"),
+    ),
+    Facts(
+        name="came",
+        kind="update rule",
+        summary="CAME: Adafactor with momentum, slowed where momentum and update disagree.",
+        where="skimp.optim.came:CAME",
+        attacks=("optimizer",),
+        exact=False,
+        saves="4 (m n + 2 (m + n)) bytes of state for m x n parameters instead of 8 m n",
+        paper=Paper("CAME: Confidence-guided Adaptive Memory Efficient Optimization", 2023, "2307.02047"),
+        needs=WHOLE,
+        options={
+            "betas": Option(
+                (0.9, 0.999, 0.9999), "Decay of momentum, second moment and instability.", least=0, below=1
+            ),
+            "clip": Option(1.0, "Largest root mean square of an update, before the rate.", above=0),
+        },
+        conflicts=uncoded("came"),
+    ),
+    Facts(
+        name="adam-mini",
+        kind="update rule",
+        summary="Adam-mini: one second moment a head, output neuron or token instead of one a number.",
+        where="skimp.optim.adam_mini:AdamMini",
+        attacks=("optimizer",),
+        exact=False,
+        saves="about 4 bytes of state per parameter instead of 8",
+        paper=Paper("Adam-mini: Use Fewer Learning Rates To Gain More", 2024, "2406.16793"),
+        needs=("groups with roles: role_groups(model.named_parameters(), weight_decay, roles(model))",),
+        options={
+            **ADAM,
+            "vectors": Option(
+                "whole",
+                "A norm gain as one block, or each number for itself (which shards).",
+                choices=("whole", "element"),
+            ),
+        },
+        conflicts=uncoded("adam-mini"),
+    ),
 ]
 
 HOMES = {
+    "Adafactor": "adafactor",
+    "AdamMini": "adam_mini",
+    "CAME": "came",
     "Lion": "lion",
 }

@@ -30,7 +30,7 @@ from skimp.core.structure import TESTED_FAMILIES, Structure, read_structure, tra
 from skimp.kernels.apply import Fused
 from skimp.kernels.native import library
 from skimp.optim.groups import decay_groups, role_groups
-from skimp.optim.roles import roles
+from skimp.optim.role import roles
 from skimp.run.adapt import adapt
 from skimp.run.build_checks import check_blocks, check_exact, check_path, check_positions
 from skimp.run.head import Head

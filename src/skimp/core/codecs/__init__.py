@@ -37,6 +37,16 @@ FACTS: list[Facts] = [
         saves="1 + 4/256 = 1.016 bytes per element instead of 4",
         paper=Paper("8-bit Optimizers via Block-wise Quantization", 2021, "2110.02861"),
     ),
+    Facts(
+        name="block4",
+        kind="codec",
+        summary="Store values as 4-bit codes in blocks of 128 with one float32 maximum each.",
+        where="skimp.core.codecs.block4:Block4",
+        attacks=("optimizer",),
+        exact=False,
+        saves="1/2 + 4/128 = 0.53 bytes per element instead of 4",
+        paper=Paper("Memory Efficient Optimizers with 4-bit States", 2023, "2309.01507"),
+    ),
 ]
 
 _HOMES = {
@@ -46,13 +56,15 @@ _HOMES = {
     "BF16": "bf16",
     "stochastic_round": "bf16",
     "Dynamic8": "dynamic8",
+    "Block4": "block4",
 }
 
-__all__ = ["BF16", "FACTS", "Codec", "Dynamic8", "Float32", "from_meta", "stochastic_round"]
+__all__ = ["BF16", "FACTS", "Block4", "Codec", "Dynamic8", "Float32", "from_meta", "stochastic_round"]
 
 if TYPE_CHECKING:
     from skimp.core.codecs.base import Codec, from_meta
     from skimp.core.codecs.bf16 import BF16, stochastic_round
+    from skimp.core.codecs.block4 import Block4
     from skimp.core.codecs.dynamic8 import Dynamic8
     from skimp.core.codecs.float32 import Float32
 

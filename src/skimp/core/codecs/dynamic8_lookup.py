@@ -32,18 +32,25 @@ def lookup(signed: bool) -> tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, An
     Raises:
         SkimpError: two midpoints share a bin, so that one comparison could not tell the codes apart.
     """
-    middle = numpy.append(midpoints(signed), numpy.float32("inf")).astype(numpy.float32)
+    return lookup_of(midpoints(signed))
+
+
+def lookup_of(
+    borders: numpy.ndarray[Any, Any],
+) -> tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any]]:
+    """(start, middle) of any sorted midpoints between −1 and 1."""
+    middle = numpy.append(borders, numpy.float32("inf")).astype(numpy.float32)
     edges = (numpy.arange(FIRST_BIN, LAST_BIN + 2, dtype=numpy.uint32) << 16).view(numpy.float32)
     lowest, highest = edges[:-1].copy(), numpy.nextafter(edges[1:], numpy.float32(0.0))
     lowest[0] = 0.0
     highest[-1] = 1.0
-    start = numpy.concatenate([_codes(lowest, signed), _codes(-highest, signed)]).astype(numpy.int32)
-    end = numpy.concatenate([_codes(highest, signed), _codes(-lowest, signed)])
+    start = numpy.concatenate([_codes(lowest, borders), _codes(-highest, borders)]).astype(numpy.int32)
+    end = numpy.concatenate([_codes(highest, borders), _codes(-lowest, borders)])
     if (end - start).max() > 1:
-        raise SkimpError("dynamic 8-bit look-up bins with at most one midpoint each", "two", instead="use finer bins")
+        raise SkimpError("look-up bins with at most one midpoint each", "two", instead="use finer bins")
     return start, middle
 
 
-def _codes(values: numpy.ndarray[Any, Any], signed: bool) -> numpy.ndarray[Any, Any]:
+def _codes(values: numpy.ndarray[Any, Any], borders: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
     """Midpoints below each value: the definition."""
-    return numpy.searchsorted(midpoints(signed), values, side="left")
+    return numpy.searchsorted(borders, values, side="left")

@@ -37,7 +37,7 @@ LINK_FLAGS = ("-shared", "-Wl,-z,now", "-lm")
 
 def stamp() -> str:
     """Hash of source, flags and CPU: `-march=native` code may not run on another CPU."""
-    return hashed(SOURCE.read_text(encoding="utf-8"), *FLAGS, *LINK_FLAGS, platform.machine(), _cpu_features())
+    return hashed(SOURCE.read_text(encoding="utf-8"), *FLAGS, *LINK_FLAGS, platform.machine(), cpu_features())
 
 
 def hashed(*parts: str) -> str:
@@ -45,7 +45,7 @@ def hashed(*parts: str) -> str:
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=12).hexdigest()
 
 
-def _cpu_features() -> str:
+def cpu_features() -> str:
     """The CPU's feature list where the system gives one (Linux), else nothing."""
     info = Path("/proc/cpuinfo")
     if not info.exists():

@@ -1,10 +1,11 @@
-"""The dynamic 8-bit tables as the C source takes them."""
+"""The tables of 8-bit and 4-bit blocks as the C source takes them."""
 
 from __future__ import annotations
 
 import ctypes
 from functools import cache
 
+from skimp.core.codecs.block4_map import codebook4, midpoints4
 from skimp.core.codecs.dynamic8_lookup import BINS, FIRST_BIN, lookup
 from skimp.core.codecs.dynamic8_map import codebook, zero_code
 
@@ -28,3 +29,16 @@ def native_map(signed: bool) -> Map:
     start, middle = lookup(signed)
     pointers = [array.ctypes.data for array in (codebook(signed), middle, start)]
     return Map(*pointers, FIRST_BIN, BINS, zero_code(signed))
+
+
+class Map4(ctypes.Structure):
+    """`map4_t` of the C source: the signed map's entries and the midpoints between them."""
+
+    _fields_ = (("entries", ctypes.c_float * 16), ("middle", ctypes.c_float * 15))
+
+
+@cache
+def native_map4() -> Map4:
+    """124 bytes, passed whole."""
+    entries, middle = codebook4(True).tolist(), midpoints4(True).tolist()  # host value: numpy
+    return Map4((ctypes.c_float * 16)(*entries), (ctypes.c_float * 15)(*middle))
