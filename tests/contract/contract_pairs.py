@@ -66,6 +66,7 @@ SWITCHES: dict[str, Switch] = {
         lambda run: run.offload.saved.fetched > 0, {"offload": tuple(range(BLOCKS))}, overrides=DISK
     ),
     "state-offload": Switch(lambda run: run.optimizer.away.opened > 0, {"states": "disk"}, overrides=DISK),
+    "block4": Switch(_stores(torch.uint8), overrides=("optimizer=adamw4bit",)),
     "recompute": Switch(_listed("recompute"), {"recompute": tuple(range(BLOCKS))}),
     "selective-recompute": Switch(
         lambda run: min(run.recompute.taken.values()) > 0, {"recompute": tuple(range(BLOCKS)), "keep": "attention"}

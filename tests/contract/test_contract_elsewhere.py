@@ -17,10 +17,22 @@ from contract_rows import threads
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from skimp.optim import CAME, Adafactor, AdamMini, AdamW, AdamW8bit, AdamWBF16, Lion, role_groups, roles
+from skimp.optim import (
+    CAME,
+    Adafactor,
+    AdamMini,
+    AdamW,
+    AdamW4bit,
+    AdamW8bit,
+    AdamWBF16,
+    Lion,
+    Muon,
+    role_groups,
+    roles,
+)
 
 RULES: dict[str, Any] = {"adamw": AdamW, "adamw8bit": AdamW8bit, "adamw-bf16": AdamWBF16, "lion": Lion}
-RULES |= {"adafactor": Adafactor, "came": CAME, "adam-mini": AdamMini}
+RULES |= {"adafactor": Adafactor, "came": CAME, "adam-mini": AdamMini, "adamw4bit": AdamW4bit, "muon": Muon}
 HERE = Path(__file__).resolve().parent
 
 
@@ -55,14 +67,15 @@ def test_plain_loop_with_torchs_scheduler(make_tiny: Callable[..., Any], name: s
     model = make_tiny(family)
     if name == "adamw-bf16":
         model = model.to(torch.bfloat16)
-    optimizer = RULES[name](role_groups(model.named_parameters(), 0.1, roles(model)), lr=1e-2)
+    lr = 1e-3 if name == "came" else 1e-2  # a CAME update is a few times larger than AdamW's while its β₃ settles
+    optimizer = RULES[name](role_groups(model.named_parameters(), 0.1, roles(model)), lr=lr)
     losses = plain_loop(model, optimizer)
     assert losses[-1] < 0.7 * losses[0]
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=4)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(5e-3)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(lr / 2)
     optimizer.step()
     scheduler.step()
-    assert optimizer.param_groups[0]["lr"] > 5e-3
+    assert optimizer.param_groups[0]["lr"] > lr / 2
 
 
 def test_plain_loop_equals_torchs_adamw(make_tiny: Callable[..., Any]) -> None:

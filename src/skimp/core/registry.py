@@ -88,6 +88,7 @@ class Facts:
         conflicts: other method names it cannot go with.
         where: "module:object" with the code.
         recipe: the lines of a recipe that switch it on; empty takes the kind's own (`snippet`).
+        rules: of a codec that is part of some update rules: their names. No recipe can ask for it beside another.
         options: keys of its own beside `name`, with their defaults; a recipe refuses every other.
     """
 
@@ -104,6 +105,7 @@ class Facts:
     conflicts: Mapping[str, Conflict] = field(default_factory=dict)
     recipe: str = ""
     options: Mapping[str, Option] = field(default_factory=dict)
+    rules: tuple[str, ...] = ()
 
     @property
     def snippet(self) -> str:
@@ -185,10 +187,17 @@ def check_together(names: list[str]) -> None:
 def conflict_of(one: str, other: str) -> Conflict | None:
     """Why two methods cannot go together, whichever of them says so; None where they can."""
     if alternatives(one, other):
-        return Conflict(*_ALTERNATIVES[facts(one).kind])
+        return Conflict(*_ALTERNATIVES["update rule" if _part_of_another(one, other) else facts(one).kind])
     return facts(one).conflicts.get(other) or facts(other).conflicts.get(one)
 
 
 def alternatives(one: str, other: str) -> bool:
     """Whether the two are values of one key of the recipe, so that no recipe can ask for both."""
-    return facts(one).kind == facts(other).kind and facts(one).kind in _ALTERNATIVES
+    same = facts(one).kind == facts(other).kind and facts(one).kind in _ALTERNATIVES
+    return same or _part_of_another(one, other)
+
+
+def _part_of_another(one: str, other: str) -> bool:
+    """Whether one of the two is a codec of update rules of which the other is none."""
+    pairs = ((facts(one), facts(other)), (facts(other), facts(one)))
+    return any(a.rules and b.kind == "update rule" and b.name not in a.rules for a, b in pairs)

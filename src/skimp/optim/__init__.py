@@ -94,9 +94,11 @@ __all__ = [
     "Adafactor",
     "AdamMini",
     "AdamW",
+    "AdamW4bit",
     "AdamW8bit",
     "AdamWBF16",
     "Lion",
+    "Muon",
     "UpdateRule",
     "adamw_reference",
     "decay_groups",
@@ -109,12 +111,14 @@ if TYPE_CHECKING:
     from skimp.optim.adafactor import Adafactor
     from skimp.optim.adam_mini import AdamMini
     from skimp.optim.adamw import AdamW, adamw_reference
+    from skimp.optim.adamw4bit import AdamW4bit
     from skimp.optim.adamw8bit import AdamW8bit
     from skimp.optim.adamw_bf16 import AdamWBF16
     from skimp.optim.base import UpdateRule
     from skimp.optim.came import CAME
     from skimp.optim.groups import decay_groups, role_groups
     from skimp.optim.lion import Lion
+    from skimp.optim.muon import Muon
     from skimp.optim.role import roles
     from skimp.optim.state import state_key
 

@@ -142,4 +142,4 @@ def _fake(*args: Any, **kwargs: Any) -> None:
 
 @declare_workspace("skimp::adafactor")
 def _workspace(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    return Rows.nbytes(args[0]) + 28 if args[0].numel() else 0
+    return Rows.nbytes(args[0]) + (28 if args[4] else 16) if args[0].numel() else 0

@@ -120,11 +120,23 @@ class UpdateRule(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p, p.grad, group)
+        due = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for batch in self.together(due):
+            self.step_parameters([(p, p.grad) for p in batch if p.grad is not None])
         return loss
+
+    def together(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+        """`parameters` in the batches in which they are best updated: one by one, unless a rule gains by stacking.
+
+        The numbers must not depend on it: a step in backward updates one at a time.
+        """
+        return [[p] for p in parameters]
+
+    @torch.no_grad()
+    def step_parameters(self, items: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Update one batch of `together`, each with its gradient."""
+        for p, grad in items:
+            self._update(p, grad, self.group_of(p))
 
     @torch.no_grad()
     def step_parameter(self, p: Tensor, grad: Tensor | None = None) -> None:
@@ -139,7 +151,12 @@ class UpdateRule(torch.optim.Optimizer):
             raise SkimpError(f"one update of '{self.name_of(p)}'", "it has no gradient", instead="pass grad=…")
         self._update(p, grad, group)
 
-    def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+    def begin_update(self, p: Tensor, grad: Tensor) -> dict[str, Any]:
+        """Check the gradient of `p`, and count the step in its state, which is made if it does not exist yet.
+
+        Raises:
+            SkimpError: a gradient of another shape, a sparse one, a shard of what is updated as a whole.
+        """
         if grad.shape != p.shape or grad.layout != torch.strided:
             raise SkimpError(
                 f"{self.rule}: a dense gradient of shape {tuple(p.shape)} for '{self.name_of(p)}'",
@@ -150,6 +167,10 @@ class UpdateRule(torch.optim.Optimizer):
             self._check_shard(p)
         state = self.init_state(p)
         state["step"] += 1
+        return state
+
+    def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state = self.begin_update(p, grad)
         if not is_sharded(p):
             name = self.name_of(p)
             part = Part(name, p.numel(), 0, name)

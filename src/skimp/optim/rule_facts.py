@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from skimp.core.option import ADAM, BETAS, Option
+from skimp.core.option import ADAM, BETAS, EPS, Option
 from skimp.core.registry import Conflict, Facts, Paper
 
 STATES = Option("fp32", "Moments in float32, or in bf16 rounded at random.", choices=("fp32", "bf16"))
 #: An update that is a function of the whole tensor.
 WHOLE = ("parameters that are not sharded: an update needs the whole matrix",)
+#: Roles cannot be told from shapes.
+ROLES = "groups with roles: role_groups(model.named_parameters(), weight_decay, roles(model))"
 
 
 def uncoded(rule: str, instead: str = "adamw8bit") -> dict[str, Conflict]:
@@ -45,7 +47,14 @@ RULES: list[Facts] = [
             "momentum": Option(0.0, "Decay of a first moment of updates; 0 keeps none.", least=0, below=1),
             "relative": Option(False, "The rate counts in parts of each weight's root mean square."),
         },
-        conflicts=uncoded("adafactor"),
+        conflicts=uncoded("adafactor")
+        | {
+            "state-offload": Conflict(
+                "its states are a row and a column of each matrix, a thousandth of the weights that stay: there is nothing "
+                "to move",
+                "adafactor alone, or adamw with state-offload",
+            )
+        },
     ),
     Facts(
         name="came",
@@ -74,7 +83,7 @@ RULES: list[Facts] = [
         exact=False,
         saves="about 4 bytes of state per parameter instead of 8",
         paper=Paper("Adam-mini: Use Fewer Learning Rates To Gain More", 2024, "2406.16793"),
-        needs=("groups with roles: role_groups(model.named_parameters(), weight_decay, roles(model))",),
+        needs=(ROLES,),
         options={
             **ADAM,
             "vectors": Option(
@@ -85,9 +94,47 @@ RULES: list[Facts] = [
         },
         conflicts=uncoded("adam-mini"),
     ),
+    Facts(
+        name="adamw4bit",
+        kind="update rule",
+        summary="AdamW with block-wise 4-bit moments (tensors under 4,096 elements keep float32).",
+        where="skimp.optim.adamw4bit:AdamW4bit",
+        attacks=("optimizer",),
+        exact=False,
+        saves="2 (1/2 + 4/128) = 1.06 bytes of state per parameter instead of 8",
+        paper=Paper("Memory Efficient Optimizers with 4-bit States", 2023, "2309.01507"),
+        options=ADAM,
+        conflicts=uncoded("adamw4bit"),
+    ),
+    Facts(
+        name="muon",
+        kind="update rule",
+        summary="Muon: orthogonalised momentum for hidden matrices, AdamW for embeddings, head and vectors.",
+        where="skimp.optim.muon:Muon",
+        attacks=("optimizer",),
+        exact=False,
+        saves="4 bytes of state per hidden weight instead of 8",
+        paper=Paper("Muon is Scalable for LLM Training", 2025, "2502.16982"),
+        needs=(ROLES, "hidden matrices that are not sharded"),
+        options={
+            "momentum": Option(0.95, "Decay of the momentum of hidden matrices.", least=0, below=1),
+            "nesterov": Option(True, "Look ahead by one momentum step."),
+            "ns_steps": Option(5, "Newton-Schulz steps.", least=1, most=20),
+            "scale": Option(
+                "match-rms",
+                "An update's size: AdamW's, or spectral norm 1.",
+                choices=("match-rms", "spectral"),
+            ),
+            "betas": Option((0.9, 0.95), "Decay of AdamW's moments, each per step.", least=0, below=1),
+            "eps": EPS,
+        },
+        conflicts=uncoded("muon"),
+    ),
 ]
 
 HOMES = {
+    "AdamW4bit": "adamw4bit",
+    "Muon": "muon",
     "Adafactor": "adafactor",
     "AdamMini": "adam_mini",
     "CAME": "came",

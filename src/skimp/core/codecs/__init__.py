@@ -46,6 +46,7 @@ FACTS: list[Facts] = [
         exact=False,
         saves="1/2 + 4/128 = 0.53 bytes per element instead of 4",
         paper=Paper("Memory Efficient Optimizers with 4-bit States", 2023, "2309.01507"),
+        rules=("adamw4bit",),
     ),
 ]
 
