@@ -170,7 +170,20 @@ def test_first_4bit_step_is_the_definition(form, shape):
     for key, exact, codec in (("m", m, Block4(True)), ("v", v, Block4(False))):
         decoded = codec.decode({"codes": state[key], "absmax": state[f"{key}_absmax"]}, shape, torch.float32)
         limit = state[f"{key}_absmax"].repeat_interleave(128)[: decoded.numel()].view(shape)
-        assert ((decoded - exact).abs() <= (0.1126 if key == "m" else 0.0626) * limit).all()
+        # m goes to one of the entries about it, v to the nearest
+        assert ((decoded - exact).abs() <= (0.2251 if key == "m" else 0.0626) * limit).all()
+
+
+def test_a_4bit_first_moment_keeps_its_mean():
+    """10,000 equal numbers between two entries of a block whose largest is 1: their decoded mean is theirs."""
+    grad = torch.full((12800,), 0.3)
+    grad[::128] = 1.0
+    _, state = trained(AdamW4bit, torch.zeros(12800), [grad], betas=(0.0, 0.99))
+    m = Block4(True).decode({"codes": state["m"], "absmax": state["m_absmax"]}, (12800,), torch.float32)
+    rest = m[torch.arange(12800) % 128 != 0]
+    assert {round(x, 4) for x in rest.unique().tolist()} == {0.2125, 0.4375}
+    # one number has a deviation of √(0.0875 · 0.1375) = 0.11, the mean of 12,700 one of 0.001
+    assert abs(float(rest.mean()) - 0.3) < 4e-3
 
 
 def test_a_4bit_second_moment_never_becomes_zero():
@@ -242,7 +255,7 @@ def test_a_second_moment_never_becomes_zero():
 
 
 def test_tiny_llama_trains_as_with_float32_states():
-    """Losses on a stream of noisy repeats: 8-bit states within 0.3 % of float32's, 4-bit ones 2 %, bf16 weights 3 %."""
+    """Losses on a stream of noisy repeats against float32 states: 8 bits within 0.3 %, 4 bits 2.5 %, bf16 3 %."""
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=64,
@@ -276,4 +289,4 @@ def test_tiny_llama_trains_as_with_float32_states():
     worst = [max(abs(a - b) / b for a, b in zip(other, exact, strict=True)) for other in (coded, low, four)]
     assert 0 < worst[0] < 0.003
     assert 0 < worst[1] < 0.03
-    assert 0 < worst[2] < 0.02
+    assert 0 < worst[2] < 0.025

@@ -18,10 +18,10 @@ from skimp.core.memory.process import resident
 from skimp.core.registry import load, methods
 from skimp.core.state_file import StateFile
 from skimp.core.state_host import HostStates, SimulatedHostStates
-from skimp.optim import AdamW, AdamW8bit, state_key
+from skimp.optim import AdamW, AdamW8bit, role_groups, roles, state_key
 from skimp.optim.base import UpdateRule
 
-RULES = [name for name, f in methods().items() if f.kind == "update rule"]
+RULES = [name for name, f in methods().items() if f.kind == "update rule" and "state-offload" not in f.conflicts]
 
 
 def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -47,7 +47,8 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def made(name: str, net: nn.Module) -> UpdateRule:
-    found: UpdateRule = load(name, "update rule")(net.named_parameters(), lr=1e-3)
+    groups = role_groups(net.named_parameters(), 0.01, roles(net))
+    found: UpdateRule = load(name, "update rule")(groups, lr=1e-3)
     return found
 
 

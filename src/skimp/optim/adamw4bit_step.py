@@ -1,7 +1,8 @@
 """The operator `skimp::adamw4bit`: one AdamW step with block-wise 4-bit moments.
 
 For each block of 128: decode both moments, step in float32, encode them with new maxima. The native form does this on
-the stack; the reference in chunks with preallocated scratch, and gives the same bits.
+the stack; the reference in chunks with preallocated scratch, and gives the same bits. The first moment is rounded at
+random with the lower halves of noise stream 2·step, a bfloat16 weight with the upper halves.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from skimp.core.codecs.bf16 import round_bits_
-from skimp.core.codecs.block4_chunks import Tables4, decode4_chunk, encode4_chunk, padded4
+from skimp.core.codecs.block4_chunks import Ladder4, decode4_chunk, encode4_chunk, padded4
 from skimp.core.codecs.block4_map import BLOCK4
 from skimp.core.codecs.dynamic8_chunks import Scratch
 from skimp.core.forms import native_form
@@ -60,8 +61,8 @@ def adamw4bit(
         return
     total, rounded = p.numel(), p.dtype == torch.bfloat16
     chunk = min(CHUNK, padded4(total))
-    b, coder, table = Buffers(chunk, p.device), Scratch(chunk, p.device), Tables4(p.device)
-    noise = Noise(chunk, key, p.device, offset) if rounded else None
+    b, coder, table = Buffers(chunk, p.device), Scratch(chunk, p.device), Ladder4(p.device)
+    noise = Noise(chunk, key, p.device, offset)
     flat_p, flat_g = p.view(-1), g.view(-1)
     for start in range(0, total, CHUNK):
         here = slice(start, min(start + CHUNK, total))
@@ -76,10 +77,10 @@ def adamw4bit(
         for buffer in (b.p, b.g, b.m, b.v):
             buffer[n:size].fill_(0.0)
         adamw_chunk_(b, size, scalars)
-        encode4_chunk(b.m[:size], m[bytes_], m_absmax[maxima], table, coder)
+        noise.draw(2 * step, start)
+        encode4_chunk(b.m[:size], m[bytes_], m_absmax[maxima], table, coder, noise.low(size))
         encode4_chunk(b.v[:size], v[bytes_], v_absmax[maxima], None, coder)
-        if noise is not None:
-            noise.draw(2 * step, start)
+        if rounded:
             round_bits_(b.p[:n], noise.high(n))
         flat_p[here].copy_(b.p[:n])
 
@@ -95,5 +96,5 @@ def _workspace(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     if p.numel() == 0 or native_form("adamw4bit", p.device) is not None:
         return 0
     chunk = min(CHUNK, padded4(p.numel()))
-    noise = Noise.nbytes(chunk, args[13] if len(args) > 13 else 0) if p.dtype == torch.bfloat16 else 0
-    return Buffers.nbytes(chunk) + Scratch.nbytes(chunk) + noise + Tables4.nbytes(p.device) + CAST_SCALAR_BYTES
+    noise = Noise.nbytes(chunk, args[13] if len(args) > 13 else 0)
+    return Buffers.nbytes(chunk) + Scratch.nbytes(chunk) + noise + Ladder4.nbytes(p.device) + CAST_SCALAR_BYTES

@@ -50,8 +50,8 @@ RULES: list[Facts] = [
         conflicts=uncoded("adafactor")
         | {
             "state-offload": Conflict(
-                "its states are a row and a column of each matrix, a thousandth of the weights that stay: there is nothing "
-                "to move",
+                "its states are a row and a column of each matrix, a thousandth of the weights that stay: nothing is "
+                "left to move",
                 "adafactor alone, or adamw with state-offload",
             )
         },

@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from skimp.core.codecs.block4_map import BLOCK4, codebook4, midpoints4
+from skimp.core.codecs.block4_map import BLOCK4, codebook4, ladder4, midpoints4
 from skimp.core.codecs.dynamic8_chunks import Scratch, Tables, find_codes
 from skimp.core.codecs.dynamic8_lookup import BINS, lookup_of
 
@@ -33,9 +33,27 @@ class Tables4(Tables):
         return 0 if device.type == "cpu" else 4 * (16 + 2 * BINS + 16)
 
 
+class Ladder4(Tables4):
+    """The same for rounding at random: a look-up of the entry below, and `rise`, how steps are measured."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.start, self.middle, self.rise = (torch.from_numpy(a).to(device) for a in _steps())
+
+    @staticmethod
+    def nbytes(device: torch.device) -> int:
+        """What they allocate off the CPU."""
+        return Tables4.nbytes(device) + (0 if device.type == "cpu" else 4 * 15)
+
+
 @cache
 def _writeable() -> tuple[numpy.ndarray[Any, Any], ...]:
     return (codebook4(True).copy(), *lookup_of(midpoints4(True)))
+
+
+@cache
+def _steps() -> tuple[numpy.ndarray[Any, Any], ...]:
+    return (*lookup_of(codebook4(True)[1:]), ladder4().copy())
 
 
 def padded4(n: int) -> int:
@@ -43,13 +61,17 @@ def padded4(n: int) -> int:
     return (n + BLOCK4 - 1) // BLOCK4 * BLOCK4
 
 
-def encode4_chunk(x: Tensor, codes: Tensor, absmax: Tensor, table: Tables4 | None, s: Scratch) -> None:
+def encode4_chunk(
+    x: Tensor, codes: Tensor, absmax: Tensor, table: Tables4 | None, s: Scratch, noise: Tensor | None = None
+) -> None:
     """Encode one chunk with the scratch only.
 
     Args:
         x: (whole blocks,) float32, zero beyond the last number; unchanged.
         codes: (x / 2,) uint8 and absmax: (x / 128,) float32, written.
         table: of the signed map; None for the unsigned one, whose codes are arithmetic.
+        noise: (x,) int32 in [0, 2**16) rounds at random to one of the two entries about a number, so that its mean is
+            kept; `table` is then a `Ladder4`. None rounds to the nearest.
     """
     size = x.numel()
     blocks = size // BLOCK4
@@ -61,6 +83,8 @@ def encode4_chunk(x: Tensor, codes: Tensor, absmax: Tensor, table: Tables4 | Non
     torch.div(x.view(blocks, BLOCK4), scale.unsqueeze(1), out=ratio.view(blocks, BLOCK4))
     if table is not None:
         find_codes(ratio, index, table, s)
+        if noise is not None:
+            _climb(ratio, index, table, s, noise)
     else:
         ratio.mul_(16.0).sub_(0.5).ceil_().sub_(1.0).clamp_(0.0, 15.0)  # a midpoint goes to the smaller entry
         index.copy_(ratio)
@@ -68,6 +92,19 @@ def encode4_chunk(x: Tensor, codes: Tensor, absmax: Tensor, table: Tables4 | Non
     packed = s.other[: size // 2].view(blocks, HALF)
     torch.mul(halves[:, 1], 16, out=packed)
     codes.view(blocks, HALF).copy_(packed.add_(halves[:, 0]))
+
+
+def _climb(ratio: Tensor, index: Tensor, table: Tables4, s: Scratch, noise: Tensor) -> None:
+    """`index`, the entry below each ratio, goes up by one with the probability that keeps the mean."""
+    assert isinstance(table, Ladder4)
+    size = ratio.numel()
+    edge, mask = s.edge[:size], s.mask[:size]
+    torch.index_select(table.entries, 0, index, out=edge)
+    ratio.sub_(edge)
+    torch.index_select(table.rise, 0, index, out=edge)
+    ratio.mul_(edge)
+    torch.gt(ratio, edge.copy_(noise), out=mask)
+    index.add_(s.other[:size].copy_(mask))
 
 
 def decode4_chunk(codes: Tensor, absmax: Tensor, out: Tensor, table: Tables4 | None, s: Scratch) -> None:

@@ -40,6 +40,13 @@ def midpoints4(signed: bool) -> numpy.ndarray[Any, Any]:
     return frozen((table[:-1] + table[1:]) / numpy.float32(2.0))
 
 
+@cache
+def ladder4() -> numpy.ndarray[Any, Any]:
+    """Of the signed map 65,536 / (entry i + 1 − entry i), 15 float32: how far up its step a number is, in 16 bits."""
+    table = codebook4(True).astype(numpy.float64)
+    return frozen(65536.0 / (table[1:] - table[:-1]))
+
+
 def frozen(values: Any) -> numpy.ndarray[Any, Any]:
     """Rounded to float32 once, and read-only."""
     array = numpy.array(values, dtype=numpy.float64).astype(numpy.float32)

@@ -4,15 +4,16 @@
 #include "skimp_native.c"
 
 /* Two codes a byte: in a block of 128, byte j holds number j in its lower half and number j + 64 in its upper half. A
- * signed code is the number of midpoints below u, counted; an unsigned one is arithmetic, k / 16 for k of 1 to 16. */
+ * signed code counts entries below u; an unsigned one is arithmetic, k / 16 for k of 1 to 16. */
 #define BLOCK4 128
 #define HALF4 (BLOCK4 / 2)
 
 typedef struct {
-    float entries[16], middle[15];
+    float entries[16], rise[16]; /* rise: 65,536 / (entry i + 1 - entry i) */
 } map4_t;
 
-static float encode4(const map4_t *map, const float *x, uint8_t *codes)
+/* Signed codes are rounded at random: the entry below u, and one up where noise (16 bits) is below the way to it. */
+static float encode4(const map4_t *map, const float *x, const uint32_t *noise, uint8_t *codes)
 {
     uint32_t most = 0;
     for (int i = 0; i < BLOCK4; i++) {
@@ -24,10 +25,13 @@ static float encode4(const map4_t *map, const float *x, uint8_t *codes)
     for (int i = 0; i < BLOCK4; i++) u[i] = x[i] / scale;
     if (map) {
         for (int i = 0; i < BLOCK4; i++) index[i] = 0;
-        for (int k = 0; k < 15; k++) {
-            float edge = map->middle[k];
+        for (int k = 1; k < 16; k++) {
+            float edge = map->entries[k];
             for (int i = 0; i < BLOCK4; i++) index[i] += u[i] > edge;
         }
+        float way[BLOCK4];
+        for (int i = 0; i < BLOCK4; i++) way[i] = (u[i] - map->entries[index[i]]) * map->rise[index[i]];
+        for (int i = 0; i < BLOCK4; i++) index[i] += way[i] > (float)(int32_t)(noise[i] & 0xffffu);
     } else {
         for (int i = 0; i < BLOCK4; i++) {
             float k = ceilf(u[i] * 16.0f - 0.5f) - 1.0f;
@@ -69,12 +73,12 @@ static void adamw4bit_work(const void *raw, int64_t first, int64_t last)
         }
         for (int i = n; i < BLOCK; i++) m[i] = v[i] = 0.0f;
         adamw_block(&job->scalars, p, g, m, v);
+        numbers_256(job->key, 2 * job->step, job->offset + at, noise);
         for (int h = 0; h < parts; h++) {
-            job->m_absmax[2 * b + h] = encode4(map, m + h * BLOCK4, m_codes + (2 * b + h) * HALF4);
-            job->v_absmax[2 * b + h] = encode4(0, v + h * BLOCK4, v_codes + (2 * b + h) * HALF4);
+            job->m_absmax[2 * b + h] = encode4(map, m + h * BLOCK4, noise + h * BLOCK4, m_codes + (2 * b + h) * HALF4);
+            job->v_absmax[2 * b + h] = encode4(0, v + h * BLOCK4, 0, v_codes + (2 * b + h) * HALF4);
         }
         if (job->p_bf16) {
-            numbers_256(job->key, 2 * job->step, job->offset + at, noise);
             for (int i = 0; i < BLOCK; i++) noise[i] >>= 16;
             store_rounded(p, noise, at, n, job->p);
         } else {

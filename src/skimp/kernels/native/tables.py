@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
-from skimp.core.codecs.block4_map import codebook4, midpoints4
+from skimp.core.codecs.block4_map import codebook4, ladder4
 from skimp.core.codecs.dynamic8_lookup import BINS, FIRST_BIN, lookup
 from skimp.core.codecs.dynamic8_map import codebook, zero_code
 
@@ -32,13 +32,13 @@ def native_map(signed: bool) -> Map:
 
 
 class Map4(ctypes.Structure):
-    """`map4_t` of the C source: the signed map's entries and the midpoints between them."""
+    """`map4_t` of the C source: the signed map's entries, and how steps between them are measured."""
 
-    _fields_ = (("entries", ctypes.c_float * 16), ("middle", ctypes.c_float * 15))
+    _fields_ = (("entries", ctypes.c_float * 16), ("rise", ctypes.c_float * 16))
 
 
 @cache
 def native_map4() -> Map4:
-    """124 bytes, passed whole."""
-    entries, middle = codebook4(True).tolist(), midpoints4(True).tolist()  # host value: numpy
-    return Map4((ctypes.c_float * 16)(*entries), (ctypes.c_float * 15)(*middle))
+    """128 bytes, passed whole."""
+    entries, rise = codebook4(True).tolist(), ladder4().tolist()  # host value: numpy
+    return Map4((ctypes.c_float * 16)(*entries), (ctypes.c_float * 16)(*rise, 0.0))
