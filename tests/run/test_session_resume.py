@@ -21,11 +21,16 @@ CASES: dict[str, dict[str, Any]] = {
     "in-backward": {"exact.in_backward": True, "exact.micro_batch": 4},
     "in-backward-unclipped": {"exact.in_backward": True, "exact.micro_batch": 4, "train.clip": None},
     "streaming": {"data.streaming": True, "data.validation": None, "eval": None},
+    "offloaded": {
+        "exact.offload": {"activations": "disk", "blocks": 2, "optimizer": "disk"},
+        "exact.in_backward": True,
+        "exact.micro_batch": 4,
+    },
     "unpacked": {"data.packing": False, "data.too_long": "truncate"},
     "wsd": {"train.schedule": "wsd", "data.too_long": "truncate", "data.validation_tokens": 200},
 }
 #: One of each mechanism in every test run; the others are variations of them.
-ALWAYS = ("adamw8bit", "bf16-mixed", "in-backward", "streaming")
+ALWAYS = ("adamw8bit", "bf16-mixed", "in-backward", "offloaded", "streaming")
 
 
 def stopped_twice(recipe: dict[str, Any], at: tuple[int, int]) -> Any:
@@ -57,6 +62,19 @@ def test_resumed_twice_is_the_unbroken_run(case: str, recipe: dict[str, Any], tm
     for key in ("loss_first", "loss_last", "eval_loss_before", "eval_loss_after", "steps"):
         assert whole.summary[key] == parts.summary[key], key
     assert whole.summary["loss_last"] < whole.summary["loss_first"] - 0.3  # it learned, so equality says something
+
+
+def test_a_run_moves_to_disk_and_back_between_its_parts(recipe: dict[str, Any], tmp_path: Path) -> None:
+    """What was saved from one place is read into another, and the run is the one that never moved."""
+    whole = skimp.api.train(merged(recipe, {"output": str(tmp_path / "whole")}))
+    away = merged(recipe, {"exact.offload": {"activations": "disk", "blocks": 1, "optimizer": "disk"}})
+    first = skimp.api.train(away, voice=Heard(stop_at=2))
+    assert first.summary["steps"] == 2
+    second = skimp.api.train(recipe, resume=True, voice=Heard(stop_at=4))
+    assert second.summary["steps"] == 4
+    parts = skimp.api.train(away, resume=True)
+    assert_equal(whole.folder, parts.folder, 6)
+    assert list((parts.folder / "offload").iterdir()) == []
 
 
 def test_epochs_later_than_the_first_keep_their_order(recipe: dict[str, Any], tmp_path: Path) -> None:

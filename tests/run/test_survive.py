@@ -78,10 +78,24 @@ CASES = {
         "went back to step-00000002",
     ),
 }
+AWAY = {"exact.offload": {"activations": "disk", "blocks": 2, "optimizer": "disk"}}
+CASES["offloaded-forward"] = ("forward", HELD | AWAY, 8, "the step is taken again")
+CASES["offloaded-backward"] = ("backward", HELD | AWAY, 8, "the step is taken again")
+CASES["offloaded-update"] = ("update", HELD | AWAY, 4, "went back to step-00000002")
+CASES["offloaded-update-first-step"] = ("update", HELD | AWAY, 1, "went back to the beginning")
 CASES["lora-update"] = ("update", HELD | {"adapter": {"r": 4, "dropout": 0.1}}, 4, "went back to step-00000002")
 CASES["lora-backward-first"] = ("backward", HELD | {"adapter": {"r": 4, "dropout": 0.1}}, 1, "the step is taken again")
 CASES["lora-update-first"] = ("update", HELD | {"adapter": {"r": 4, "dropout": 0.1}}, 1, "went back to the beginning")
-ALWAYS = ("forward", "backward", "update", "update-first-step", "moving-backward", "lora-update")
+ALWAYS = (
+    "offloaded-backward",
+    "offloaded-update",
+    "forward",
+    "backward",
+    "update",
+    "update-first-step",
+    "moving-backward",
+    "lora-update",
+)
 
 
 @pytest.mark.parametrize("case", [c if c in ALWAYS else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
