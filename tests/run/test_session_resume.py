@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +80,30 @@ def test_a_run_moves_to_disk_and_back_between_its_parts(recipe: dict[str, Any], 
     parts = skimp.api.train(away, resume=True)
     assert_equal(whole.folder, parts.folder, 6)
     assert list((parts.folder / "offload").iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["forward:7", "backward:5", "update:4", "mid_tensor:80"])
+def test_an_offloaded_run_killed_anywhere_goes_on_to_the_same_bits(
+    fault: str, recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    """The states' file dies with the process; the checkpoint is what is resumed from."""
+    away = {"exact.offload": {"activations": "disk", "blocks": 2, "optimizer": "disk"}, "checkpoint.every": 2}
+    recipe = merged(recipe, away)
+    whole = skimp.api.train(merged(recipe, {"output": str(tmp_path / "whole")}))
+    program = "import json, sys, skimp.api; skimp.api.train(json.loads(sys.argv[1]))"
+    killed = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(recipe)],
+        env={**os.environ, "SKIMP_FAULT": fault},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    folder = tmp_path / "run"
+    assert list((folder / "offload").iterdir()) == []
+    parts = skimp.api.train(recipe, resume=True)
+    assert_equal(whole.folder, parts.folder, 6)
 
 
 def test_epochs_later_than_the_first_keep_their_order(recipe: dict[str, Any], tmp_path: Path) -> None:
