@@ -69,7 +69,7 @@ def make_plan(
         peak_bytes=peak,
         seconds=seconds,
         why=(
-            *_reasons(search, profile.exact, where),
+            *_reasons(search, replace(profile.exact, offload=()), where, away=bool(profile.exact.offload)),
             *offloading.reasons(profile.exact, profile, blocks, where.near),
         ),
         alternatives=tuple(alternatives),
@@ -113,7 +113,7 @@ def _disk(recipe: Any, kept_bytes: int) -> int:
     return saves * kept_bytes
 
 
-def _reasons(search: Search, exact: ExactChoices, where: Places) -> list[str]:
+def _reasons(search: Search, exact: ExactChoices, where: Places, away: bool) -> list[str]:
     """What each decision saves against the next larger one, from what the search has simulated anyway."""
     row = replace(exact, recompute=(), malloc="return")
     extension, blocks, count = search.row(row), search.blocks, len(exact.recompute)
@@ -123,7 +123,7 @@ def _reasons(search: Search, exact: ExactChoices, where: Places) -> list[str]:
         saved = extension.peak(blocks, 0) - extension.peak(blocks - count, count)
         cost = extension.seconds.at(blocks - count, count) / extension.seconds.at(blocks, 0) - 1
         reasons.append(f"recompute {count} of {blocks} blocks: saves {format_bytes(saved)}, costs {cost:.0%} time")
-    elif not exact.offload:
+    elif not away:
         reasons.append(f"no recompute: every activation fits in {budget}")
     if exact.micro_rows < search.recipe.rows_per_step and search.recipe.exact.micro_batch is None:
         larger = next(n for n in search.lattice.sizes() if n > exact.micro_rows)

@@ -136,31 +136,29 @@ class OffloadingSearch(Search):
     def _stage(self, home: Residence, place: Place | None) -> list[Candidate]:
         """The micro-batches of one way, smallest first, until one does not fit; in backward where none does, or where
         it costs nothing."""
-        pins, rows = self.recipe.exact, self.recipe.rows_per_step
-        found: list[Candidate] = []
-        if pins.in_backward is not True:
-            sizes = [n for n in range(1, rows + 1) if rows % n == 0]
-            for size in [min(pins.micro_batch, rows)] if pins.micro_batch else sizes:
-                more = list(self._choices(ExactChoices(size, (), pins.loss_chunk, states=home), place))
-                found += more
-                if not any(map(self.fits, more)):
+        pinned, found = self.recipe.exact.in_backward, list[Candidate]()
+        if not pinned:
+            for root in self.lattice.roots(in_backward=False):
+                points = self._choices(replace(root, states=home), place)
+                found += points
+                if not any(map(self.fits, points)):
                     break
-        free = self.recipe.train.clip is None or not any(map(self.fits, found))
-        if pins.in_backward is not False and free and (pins.micro_batch or rows) >= rows:
-            found += list(self._choices(ExactChoices(rows, (), pins.loss_chunk, True, states=home), place))
+        if pinned or (pinned is None and (self.recipe.train.clip is None or not any(map(self.fits, found)))):
+            for root in self.lattice.roots(in_backward=True):
+                found += self._choices(replace(root, states=home), place)
         return found
 
-    def _choices(self, row: ExactChoices, place: Place | None) -> Iterator[Candidate]:
-        return self._states(row) if place is None else self._blocks(replace(row, offload_to=place))
+    def _choices(self, row: ExactChoices, place: Place | None) -> list[Candidate]:
+        return self._root(row) if place is None else list(self._blocks(replace(row, offload_to=place)))
 
-    def _states(self, row: ExactChoices) -> Iterator[Candidate]:
-        """The row with as few recomputed blocks as fit; all of them where none does."""
-        extension, pinned = self.row(row), self.pinned_count()
-        for policy, (budget, _) in self.budgets.items():
-            count = pinned if pinned is not None else extension.fewest_recomputed(self.blocks, budget)
-            count = self.blocks if count is None else count
-            made, kept = replace(self.exact(row, count), malloc=policy), self.blocks - count
-            yield self._candidate(made, extension.peak(kept, count), extension.seconds.at(kept, count))
+    def _one_more(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The next point of a row whose extension was too hopeful: with blocks away, one more of them."""
+        away = len(candidate.exact.offload) + 1
+        if not candidate.exact.offload:
+            yield from super()._one_more(candidate)
+        elif candidate.exact.offload == choose(away - 1, self.blocks) and away <= self.blocks and self._named() is None:
+            exact = replace(candidate.exact, offload=choose(away, self.blocks))
+            yield Candidate(exact, candidate.peak, candidate.seconds)
 
     def _blocks(self, row: ExactChoices) -> Iterator[Candidate]:
         """The row with blocks away: without recompute, and with every block recomputed (or as pinned)."""
