@@ -19,7 +19,7 @@ SHORT := train.steps=3 data.seq_len=128 train.batch_tokens=512 eval.tokens=1024
 
 .DEFAULT_GOAL := help
 .PHONY: help install native train quickstart-short test test-all lint format types docs docs-serve \
-        bench-hf bench-attach bench-lora bench-oracle bench-plan bench-resident bench-accuracy bench-kills bench-faults bench-loggers pictures clean
+        bench-hf bench-attach bench-lora bench-oracle bench-plan bench-memtracker bench-resident bench-accuracy bench-kills bench-faults bench-loggers pictures clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -98,6 +98,9 @@ bench-oracle: install  ## simulated peak against the allocator's own events
 
 bench-plan: install  ## how long a plan takes, and how much memory
 	$(BIN)/python benchmarks/plan.py $(ARGS)
+
+bench-memtracker: install  ## skimp's simulation against torch's own MemTracker
+	$(BIN)/python benchmarks/memtracker.py $(ARGS)
 
 bench-ladder: install  ## one technique a rung: memory and speed of each, side by side
 	$(BIN)/python benchmarks/ladder.py $(ARGS)

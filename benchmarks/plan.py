@@ -1,7 +1,7 @@
 """How long `skimp plan` takes from a cold start, and how much memory: imports included, weights never
 created.
 
-    python benchmarks/plan.py  # three runs each of 8B, 70B and 135M: about a minute and a half
+    python benchmarks/plan.py  # three runs each of 8B, 70B and 135M, and of their simulations: about four minutes
     python benchmarks/plan.py --repeat 1 --only smollm2-135m
 
 Every figure is a fresh process; the table gives the median time and the highest memory. Exit code 1 when a
@@ -17,12 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import measure
+from memtracker import timed
 
 #: model -> (what `skimp plan` is told besides, seconds allowed; None where nothing was promised).
 CASES: dict[str, tuple[list[str], float | None]] = {
     "llama-3-8b": (["--gpu", "24GB", "--seq", "4096"], 10.0),
     "llama-3-70b": (["--gpu", "80GB", "--seq", "4096"], 15.0),
     "smollm2-135m": (["--memory", "2GB", "--seq", "512", "--optimizer", "adamw8bit"], None),
+}
+#: (model, way of `simulation.py`) -> (name, seconds allowed), imports apart.
+SIMULATIONS: dict[tuple[str, str], tuple[str, float]] = {
+    ("llama-3-8b", "extended"): ("one simulation, extended", 1.5),
+    ("llama-3-8b", "full"): ("one simulation, in full", 6.0),
+    ("llama-3-70b", "extended"): ("one simulation, extended", 3.0),
+    ("llama-3-70b", "full"): ("one simulation, in full", 15.0),
+    ("llama-3-8b", "search"): ("a full search, 24 GB card", 15.0),
+    ("llama-3-8b", "host"): ("a full search, 160 GB host", 15.0),
 }
 #: Of 8 billion parameters in bfloat16 the weights alone are 16 GB.
 MEMORY_LIMIT = 2_000_000_000
@@ -57,6 +67,7 @@ def main() -> None:
     parser.add_argument("--json", help="write the figures here as well")
     args = parser.parse_args()
     work = Path(args.work).resolve()
+    work.mkdir(parents=True, exist_ok=True)
     rows = [case(m, args.repeat, args.seq, work) for m in CASES if args.only in (None, m)]
     print(f"fresh processes, median of {args.repeat}\n{measure.machine()}\n")
     lines = [
@@ -69,9 +80,25 @@ def main() -> None:
     print(measure.table(head, lines))
     claims = [(f"{r['model']}: seconds", measure.middle(r["seconds"]), "<=", r["limit"]) for r in rows if r["limit"]]
     claims += [(f"{r['model']}: peak in GB", r["peak"] / 1e9, "<=", MEMORY_LIMIT / 1e9) for r in rows]
+    simulated = [
+        {"model": model, "way": way, "runs": timed(model, way, repeat=args.repeat, work=work)}
+        for model, way in SIMULATIONS
+        if args.only in (None, model) and args.seq is None
+    ]
+    lines = []
+    for row in simulated:
+        name, limit = SIMULATIONS[row["model"], row["way"]]
+        clock = measure.middle([r["seconds"] for r in row["runs"]])
+        processor = measure.middle([r["processor"] for r in row["runs"]])
+        lines.append([row["model"], name, f"{clock:.2f} s", f"{processor:.2f} s", f"{limit:g} s"])
+        claims.append((f"{row['model']}: {name}", clock, "<=", limit))
+    if lines:
+        print("\nimports apart\n\n" + measure.table(["model", "", "clock", "processor", "allowed"], lines))
     said, good = measure.verdicts(claims)
     print("\n" + "\n".join(said))
-    measure.write_json(args.json, {"rows": rows, "verdicts": said, "machine": measure.machine()})
+    measure.write_json(
+        args.json, {"rows": rows, "simulations": simulated, "verdicts": said, "machine": measure.machine()}
+    )
     sys.exit(0 if good else 1)
 
 
