@@ -21,6 +21,7 @@ from skimp.core.disk import DiskTier, file_system, open_unnamed
 from skimp.core.errors import OffloadError, RecipeError
 from skimp.core.pinned import HostTier
 from skimp.core.saved import Saved
+from skimp.core.through_host import DiskThroughHost
 from skimp.core.tiers import GRAIN, SimulatedDisk
 
 
@@ -313,6 +314,8 @@ class _Job:
     def wait(self) -> None:
         self._thread.join()
 
+    finish = wait
+
 
 class Late:
     """Streams of a device that is not there: every copy comes some time later, and its source must still be itself."""
@@ -339,6 +342,22 @@ class Late:
         thread.start()
         self._last[way] = thread
         return _Job(thread)
+
+
+def test_late_copies_through_the_host_to_disk_never_spoil_a_number(tmp_path: Path) -> None:
+    streams = Late()
+    tier = DiskThroughHost(tmp_path, streams=streams)
+    saved = Saved(tier, least=1)
+    x = torch.randn(31, 33, requires_grad=True)
+    expected = torch.autograd.grad((x.exp().sin() * x).sum(), x)[0]
+    for _ in range(5):
+        x.grad = None
+        run(saved, lambda: x.exp().sin() * x).sum().backward()
+        assert torch.equal(x.grad, expected)
+    assert tier.used == 0
+    assert tier.fetched > 0
+    assert streams.pinned_bytes <= 3 * tier.written // 5, "pinned memory was asked for again and again"
+    tier.close()
 
 
 def test_late_copies_to_the_host_never_spoil_a_number() -> None:

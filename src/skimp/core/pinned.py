@@ -16,13 +16,20 @@ from skimp.core.exact import Place
 from skimp.core.tiers import Extent, Pending, Tier
 
 
+class Copy(Pending, Protocol):
+    """A copy on a stream: `wait` makes the computing stream come after it, `finish` the caller."""
+
+    def finish(self) -> None:
+        """Return when the bytes are there."""
+
+
 class Streams(Protocol):
     """The two copy streams beside the one that computes."""
 
     def pinned(self, nbytes: int) -> Tensor:
         """Host memory that copies may run from and to by themselves; uint8."""
 
-    def copy(self, target: Tensor, source: Tensor, way: str) -> Pending:
+    def copy(self, target: Tensor, source: Tensor, way: str) -> Copy:
         """Copy on the stream "out" or "in", after all that was asked of the computing stream so far. `wait` makes the
         computing stream come after the copy."""
 
@@ -36,7 +43,7 @@ class CudaStreams:
     def pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def copy(self, target: Tensor, source: Tensor, way: str) -> Pending:
+    def copy(self, target: Tensor, source: Tensor, way: str) -> Copy:
         stream = self._streams[way]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -50,6 +57,9 @@ class _Event:
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
+
+    def finish(self) -> None:
+        self._event.synchronize()
 
 
 class HostTier(Tier):
@@ -72,14 +82,14 @@ class HostTier(Tier):
         self._memory[self.size] = self._streams.pinned(size - self.size)
 
     def copy_out(self, extent: Extent, storage: torch.UntypedStorage, start: int) -> Pending:
-        source = _bytes_of(storage, start, extent.nbytes)
+        source = bytes_of(storage, start, extent.nbytes)
         pending = self._streams.copy(self._memory[extent.offset][: extent.nbytes], source, "out")
         self._out[extent.offset] = pending
         return pending
 
     def copy_in(self, extent: Extent, storage: torch.UntypedStorage) -> Pending:
         self._out.pop(extent.offset).wait()
-        target = _bytes_of(storage, 0, extent.nbytes)
+        target = bytes_of(storage, 0, extent.nbytes)
         pending = self._streams.copy(target, self._memory[extent.offset][: extent.nbytes], "in")
         self._out[extent.offset] = pending  # the next step's copy out comes after it in the computing stream's order
         return pending
@@ -89,6 +99,7 @@ class HostTier(Tier):
         self._out.clear()
 
 
-def _bytes_of(storage: torch.UntypedStorage, start: int, nbytes: int) -> Tensor:
+def bytes_of(storage: torch.UntypedStorage, start: int, nbytes: int) -> Tensor:
+    """`nbytes` bytes of a storage from `start` on, as a tensor over it."""
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return whole.set_(storage, start, (nbytes,), (1,))

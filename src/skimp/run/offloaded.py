@@ -17,6 +17,7 @@ from skimp.core.pinned import HostTier
 from skimp.core.state_file import StateFile
 from skimp.core.state_host import HostStates, SimulatedHostStates
 from skimp.core.structure import Structure
+from skimp.core.through_host import DiskThroughHost
 from skimp.core.tiers import SimulatedDisk, SimulatedHost, Tier
 
 
@@ -40,7 +41,8 @@ def offload(
     if exact.offload_to == "host":
         tier = SimulatedHost() if simulated else HostTier()
     else:
-        tier = SimulatedDisk() if simulated else DiskTier(folder(recipe))
+        on_card = next(model.parameters()).device.type == "cuda"
+        tier = SimulatedDisk() if simulated else (DiskThroughHost if on_card else DiskTier)(folder(recipe))
     return Offload(model, structure.blocks, exact.offload, tier)
 
 
