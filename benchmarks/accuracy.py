@@ -158,7 +158,7 @@ def main() -> None:
         sys.exit(4)
     calibration, report = halves([n for n in rows if above(rows[n]) >= LEAST], args.seed)
     sources = len({r["source"] for r in rows.values()})
-    said = [f"{len(rows)} configurations, two or three steps each, halves drawn with seed {args.seed}"]
+    said = [f"{len(rows)} configurations, two steps or more each, halves drawn with seed {args.seed}"]
     said += [f"rows made by {sources} states of the source"] if sources > 1 else []
     table = measure.table(HEAD, lines(rows, calibration))
     print("\n".join([*said, measure.machine(), "", table]))

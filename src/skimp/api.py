@@ -74,6 +74,22 @@ def probe(
     return (plan_recipe(described, source, memory=memory) if taken.above else found), taken
 
 
+def drawn(recipe: Source, *overrides: str, of: Plan, budget: str | int | None = None) -> dict[str, Any]:
+    """The simulated step of a plan over predicted seconds, by category, owner and operator: what `--html` draws.
+
+    Args:
+        recipe, overrides, budget: what the plan is of.
+        of: the plan.
+    """
+    from skimp.plan.drawn import drawn as draw_plan
+    from skimp.plan.make import device_rates
+    from skimp.recipe import load_recipe, resolve_model
+
+    described = load_recipe(recipe, [*overrides, *([f"budget={budget}"] if budget is not None else [])])
+    config = resolve_model(described.model).config
+    return draw_plan(described, config, of, device_rates(of.places, described.precision))
+
+
 def plan_recipe(
     recipe: Any,
     source: Any,

@@ -36,6 +36,13 @@ def command(
     probe: Annotated[
         bool, typer.Option("--probe", help="Then take two real steps in a process of their own, and say how they came.")
     ] = False,
+    html: Annotated[
+        str | None, typer.Option("--html", help="Write the plan as a page with an interactive timeline here.")
+    ] = None,
+    png: Annotated[str | None, typer.Option("--png", help="Write the timeline of the planned step here.")] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the plan as tables for an issue or a chat.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Simulate the run and choose the exact techniques that fit. Exit code 0: fits, 3: not, 2: bad input."""
@@ -44,6 +51,13 @@ def command(
     from skimp.core.lean import stay_lean
     from skimp.core.memory.process import set_malloc_policy
 
+    files = [path for path in (html, png) if path is not None]
+    if files:
+        from skimp.cli.plan_files import check
+
+        check(html, png)
+    if markdown and as_json:
+        raise RecipeError("skimp plan --markdown --json", "two forms of one answer", instead="one of the two")
     stay_lean()
     set_malloc_policy()
     words = list(overrides or [])
@@ -81,6 +95,11 @@ def command(
         found = make(source, *words, gpu=gpu, memory=memory)
     if as_json:
         print(json.dumps(found.as_dict() | ({"probe": taken.as_dict()} if taken is not None else {}), indent=2))
+    elif markdown:
+        from skimp.report.plan_markdown import plan_markdown
+        from skimp.run.environment import environment
+
+        print(plan_markdown(found.as_dict(), environment()), end="")
     else:
         from skimp.cli.console import console
         from skimp.cli.show import print_plan
@@ -90,6 +109,11 @@ def command(
             from skimp.cli.closing import print_trial
 
             print_trial(found, taken, console())
+    if files:
+        from skimp.api import drawn
+        from skimp.cli.plan_files import write
+
+        write(found, drawn(source, *words, of=found), html, png)
     sys.exit(0 if found.fits else 3)
 
 

@@ -50,7 +50,7 @@ def make_plan(
     where = where or places(recipe, config, gpu, memory, text_bytes)
     blocks = int(config[layers_of(config)])
     target = "cpu" if where.on_cpu else "cuda"
-    rates = _rates(where, recipe.precision)
+    rates = device_rates(where, recipe.precision)
     search = OffloadingSearch(recipe, config, blocks, budgets(where, recipe), rates, target)
     profile, found, seconds = search.best()
     peak = _compared(where, profile.peak_bytes, profile.exact.malloc)
@@ -88,7 +88,8 @@ def _compared(where: Places, tracked: int, policy: Policy) -> int:
     return where.resident_peak(tracked, policy) if where.on_cpu else tracked
 
 
-def _rates(where: Places, precision: str) -> Rates:
+def device_rates(where: Places, precision: str) -> Rates:
+    """What the computing device reaches: measured here on a CPU, from the card's table else."""
     if where.on_cpu:
         return replace(probe(), near=where.near)
     card = where.card

@@ -91,7 +91,8 @@ def simulate(
             meter.on = index == steps - 1
             tracker.count = 0  # operators are numbered within their step, as a watched real step numbers them
             if timeline and meter.on:
-                tracker.timeline = Timeline(CATEGORIES)
+                # Its seconds are the predicted ones: those of simulating mean nothing.
+                tracker.timeline = Timeline(CATEGORIES, clock=lambda: int(meter.seconds * 1e9))
             before = offloaded.moved(run)
             run.step(part)
         meter.on = False

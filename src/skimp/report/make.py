@@ -24,7 +24,7 @@ def make(folder: Path) -> list[str]:
     """
     story = gather(folder)
     memory = step_memory(story)
-    _replace(folder / "report.html", page(story, memory).encode())
+    replace(folder / "report.html", page(story, memory).encode())
     said = [f"report: {folder / 'report.html'}"]
     if memory is None:
         return said
@@ -32,11 +32,12 @@ def make(folder: Path) -> list[str]:
         return [*said, NO_PNG.format(folder=folder)]
     from skimp.report.png import memory_png
 
-    _replace(folder / "memory.png", memory_png(memory, story.name))
+    replace(folder / "memory.png", memory_png(memory, story.name))
     return [*said, f"memory over one step: {folder / 'memory.png'}"]
 
 
-def _replace(path: Path, data: bytes) -> None:
+def replace(path: Path, data: bytes) -> None:
+    """The whole file or the old one."""
     aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
         aside.write_bytes(data)

@@ -99,6 +99,7 @@ def step_memory(story: Story, columns: int = 760) -> StepMemory | None:
     levels, beyond = _levels(story, highest)
     at = drawn["peak"]
     where = ", ".join(part for part in (at["phase"], at["owner"]) if part) or "before the first operator"
+    where += f" ({at['operator']})" if at.get("operator") else ""
     return StepMemory(
         [seconds[i] for i in kept],
         seconds[-1],

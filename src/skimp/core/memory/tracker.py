@@ -146,7 +146,7 @@ class Tracker(TorchDispatchMode):
         elif self.live > self.peak.total:
             self._mark(self.live, name, 0)
         if self.timeline is not None and self.live + inside != self.timeline.last:
-            self.timeline.add(self.count, self.by_category, self.live + inside, self.phase, self.owner)
+            self.timeline.add(self.count, self.by_category, self.live + inside, self.phase, self.owner, name)
         return out
 
     def _see(self, tensor: Tensor) -> None:
