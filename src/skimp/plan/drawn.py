@@ -38,7 +38,7 @@ def drawn(recipe: Any, config: dict[str, Any], plan: Plan, rates: Rates = UNKNOW
         raise AssertionError("a simulation without the timeline that was asked for")
     found = profile.timeline.as_dict()
     stretch = plan.seconds * part / micro / (found["seconds"][-1] or 1.0)
-    found["seconds"] = [s * stretch for s in found["seconds"]]
+    found["seconds"] = [0.0, *(s * stretch for s in found["seconds"][1:])]  # an operator's bytes are there as it begins
     places = [
         {
             "phase": phase,

@@ -12,7 +12,7 @@ from skimp.core.units import format_bytes, format_seconds
 from skimp.report import tables
 from skimp.report.gather import Story
 from skimp.report.memory_svg import memory_svg
-from skimp.report.step_memory import StepMemory, step_memory
+from skimp.report.step_memory import ORDER, StepMemory, step_memory
 
 HERE = Path(__file__).parent
 
@@ -39,7 +39,7 @@ def plan_page(plan: Mapping[str, Any], drawn: Mapping[str, Any]) -> str:
         f'<header><h1>{name}</h1><p><span class="chip-text {verdict[1]}">{verdict[0]}</span> '
         f'<span class="facts">{_facts(plan)}</span></p></header>',
         _timeline(story, memory) if memory is not None else "",
-        _section("At the fullest moment", _peak(plan, drawn) + tables.categories(story)),
+        _section("At the fullest moment", _peak(drawn) + _categories(plan)),
         _section("The fullest moment of each place", _places(drawn)),
         _section("What was chosen, and why", _why(plan)),
         _section("Other ways", _others(plan)),
@@ -110,11 +110,23 @@ def _data(story: Story, memory: StepMemory) -> dict[str, Any]:
     }
 
 
-def _peak(plan: Mapping[str, Any], drawn: Mapping[str, Any]) -> str:
+def _peak(drawn: Mapping[str, Any]) -> str:
     at = drawn["peak"]
     parts = [f"phase <b>{escape(at['phase'] or '–')}</b>", f"owner <b>{escape(at['owner'] or '–')}</b>"]
     parts.append(f"operator <code>{escape(at['operator'] or '–')}</code>")
     return f"<p>{', '.join(parts)}: {format_bytes(at['total'])} of tensors.</p>"
+
+
+def _categories(plan: Mapping[str, Any]) -> str:
+    """The planned peak by category, from the top of the picture down."""
+    sizes = {"process" if name == "baseline" else name: size for name, size in plan["by_category"].items() if size > 0}
+    names = sorted(sizes, key=lambda n: ORDER.index(n) if n in ORDER else len(ORDER), reverse=True)
+    rows = [
+        [f'<i class="chip c-{escape(n)}"></i>{escape(n)}', format_bytes(sizes[n]), escape(tables.MEANS.get(n, ""))]
+        for n in names
+    ]
+    rows.append(["<b>sum</b>", f"<b>{format_bytes(sum(sizes.values()))}</b>", ""])
+    return tables.table(("", "planned", ""), rows, "numbers last-left")
 
 
 def _places(drawn: Mapping[str, Any]) -> str:
@@ -130,11 +142,14 @@ def _places(drawn: Mapping[str, Any]) -> str:
         ]
         for p in drawn.get("places", ())
     ]
-    return tables.table(("phase", "owner", "highest", "operator then", "of it"), rows)
+    return tables.table(("phase", "owner", "highest", "operator then", "of it"), rows, "places")
 
 
 def _shares(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{escape(k)} {format_bytes(v)}" for k, v in sorted(sizes.items(), key=lambda item: -item[1]))
+    """From the largest down; what is under a thousandth is left out."""
+    least = sum(sizes.values()) / 1000
+    known = sorted(sizes.items(), key=lambda item: -item[1])
+    return ", ".join(f"{escape(k)} {format_bytes(v)}" for k, v in known if v >= least)
 
 
 def _why(plan: Mapping[str, Any]) -> str:

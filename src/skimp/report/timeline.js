@@ -73,11 +73,14 @@
       el("path", { d: path + "Z", class: "layer c-" + layer.name }, svg);
       lower = upper;
     }
-    let phase = null;
+    // A step in backward changes phase at every parameter: changes that lie too close are one.
+    let phase = null, last = -99;
     for (const i of kept) {
       if (data.phases[i] === phase) continue;
       phase = data.phases[i];
       const at = x(Math.max(from, data.seconds[i]));
+      if (at - last < 9) continue;
+      last = at;
       if (phase) el("line", { x1: at, x2: at, y1: T, y2: B, class: "cut" }, svg);
       if (phase && R - at > 50) el("text", { x: at + 3, y: T - 8, class: "strip-name" }, svg, phase);
     }
@@ -87,11 +90,14 @@
       const left = +t.getAttribute("x");
       if (left < right) t.remove(); else right = left + 6.4 * t.textContent.length + 8;
     }
-    if (!hidden.size)
-      for (const l of levels) {
+    if (!hidden.size) {
+      let below = T - 14; // names keep 14 apart, from the highest line down
+      for (const l of [...levels].sort((a, b) => b.bytes - a.bytes)) {
         el("line", { x1: L, x2: R, y1: y(l.bytes), y2: y(l.bytes), class: "level " + l.kind }, svg);
-        el("text", { x: R - 4, y: y(l.bytes) - 5, "text-anchor": "end", class: "level-name" }, svg, l.words + " " + size(l.bytes));
+        below = Math.max(below + 14, y(l.bytes) - 5);
+        el("text", { x: R - 4, y: below, "text-anchor": "end", class: "level-name" }, svg, l.words + " " + size(l.bytes));
       }
+    }
     const peak = kept.reduce((best, i) => (total(i) > total(best) ? i : best), kept[0]);
     el("circle", { cx: x(Math.max(from, data.seconds[peak])), cy: y(total(peak)), r: 5, class: "peak" }, svg);
     svg.cross = el("line", { x1: -9, x2: -9, y1: T, y2: B, class: "cross" }, svg);
