@@ -73,7 +73,7 @@ def test_what_is_drawn_of_a_step(run_folder: Path) -> None:  # noqa: F811
     assert memory is not None
     assert [name for name, _ in memory.layers] == ["process", "weights", "gradients", "activations"]
     assert memory.top[memory.peak] == 15 * GB // 10 == max(memory.top)
-    assert memory.where == "backward, block 0"
+    assert memory.where == "backward, block 0 (aten::mm)"
     assert [(level.kind, level.size) for level in memory.levels] == [
         ("planned", 15 * GB // 10), ("planned", 16 * GB // 10), ("budget", 2 * GB),
     ]  # fmt: skip
@@ -120,7 +120,7 @@ def test_the_picture_is_well_formed_and_inside_its_frame(run_folder: Path) -> No
     root = ET.fromstring(memory_svg(memory))
     words = [t.text for t in root.iter("{http://www.w3.org/2000/svg}text")]
     for wanted in ("weights", "backward", "micro-batch 2", "budget", "2.00 GB", "planned: whole process",
-                   "fullest: 1.50 GB, backward, block 0", "GB"):  # fmt: skip
+                   "fullest: 1.50 GB, backward, block 0 (aten::mm)", "GB"):  # fmt: skip
         assert wanted in words, wanted
     for shape in root.iter("{http://www.w3.org/2000/svg}text"):
         assert 0 <= float(shape.get("x", "0")) <= 1000

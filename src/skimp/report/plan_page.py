@@ -106,6 +106,7 @@ def _data(story: Story, memory: StepMemory) -> dict[str, Any]:
         "owners": [drawn["owners"][i] for i in drawn["owner"]],
         "names": [names[i] for i in index],
         "operators": drawn["operator"],
+        "segments": memory.phases,
         "levels": [{"words": v.words, "bytes": v.size, "kind": v.kind} for v in memory.levels],
     }
 

@@ -73,16 +73,11 @@
       el("path", { d: path + "Z", class: "layer c-" + layer.name }, svg);
       lower = upper;
     }
-    // A step in backward changes phase at every parameter: changes that lie too close are one.
-    let phase = null, last = -99;
-    for (const i of kept) {
-      if (data.phases[i] === phase) continue;
-      phase = data.phases[i];
-      const at = x(Math.max(from, data.seconds[i]));
-      if (at - last < 9) continue;
-      last = at;
-      if (phase) el("line", { x1: at, x2: at, y1: T, y2: B, class: "cut" }, svg);
-      if (phase && R - at > 50) el("text", { x: at + 3, y: T - 8, class: "strip-name" }, svg, phase);
+    for (const [name, begin, end] of data.segments) {
+      if (end < from || begin > to) continue;
+      const at = x(Math.max(from, begin));
+      if (begin > from) el("line", { x1: at, x2: at, y1: T, y2: B, class: "cut" }, svg);
+      if (x(Math.min(to, end)) - at > 6.4 * name.length || R - at > 60) el("text", { x: at + 3, y: T - 8, class: "strip-name" }, svg, name);
     }
     // Names of narrow phases would lie on each other: the later of two that touch goes.
     let right = -1;
