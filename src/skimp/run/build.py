@@ -317,7 +317,8 @@ def make_optimizer(
     states live in `away`."""
     rule = load(rule_name(recipe), "update rule")
     options: dict[str, Any] = {"lr": recipe.train.lr, **recipe.optimizer.options()}
-    if "seed" in signature(rule).parameters:
+    taken = signature(rule).parameters.values()
+    if any(p.name == "seed" or p.kind is p.VAR_KEYWORD for p in taken):
         options["seed"] = recipe.train.seed
     decay = recipe.train.weight_decay
     groups = role_groups(named, decay, roles(model, structure)) if rule.by_role else decay_groups(named, decay)

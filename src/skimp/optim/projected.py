@@ -1,0 +1,292 @@
+"""The projected family: one pipeline over chosen matrices, AdamW in place for everything else.
+
+Which matrices: those between hidden states (attention and MLP), by the role of their group where it has one
+(`skimp.optim.role_groups`; a run makes them), else every parameter with two dimensions whose name says nothing of an
+embedding or a head. A matrix of which the rank would save nothing stays whole, and the table says so; when that holds
+for all of them the rule is refused. Parameters of one or of three and more dimensions stay whole; fused projections
+are one matrix. The shorter side is projected.
+
+A basis is made at the parameter's first step and then every `refresh` steps, each parameter at another step of the
+period so that no step pays for all. A gradient of zeros keeps the old basis; one that is not finite stops the step
+before anything of this parameter has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from skimp.core.codecs.bf16 import stochastic_round
+from skimp.core.errors import EffectError, NonFiniteError, SkimpError
+from skimp.core.read import read
+from skimp.core.sharded import Part, largest_part
+from skimp.optim.base import UpdateRule
+from skimp.optim.options import check_options, lr_of
+from skimp.optim.plain import plain_spec, plain_step
+from skimp.optim.policy import carry_over, check_policy, lengthen
+from skimp.optim.roles import TABLES
+from skimp.optim.stages import Place, Stages
+from skimp.optim.state import Spec, state_nbytes
+
+#: Where groups have no roles: parts of names of tables of tokens and positions, and of output heads.
+TABLE_NAMES = ("embed", "wte", "wpe", "lm_head", "score", "classifier")
+
+
+class Projected(UpdateRule):
+    """Base of the family: a preset gives `stages`, a dozen lines that read like its paper.
+
+    Args:
+        params: parameters, groups or `named_parameters()`; float32, float64, or bf16 with stochastic rounding. A
+            group may have a "rank" of its own.
+        stages: the composition.
+        rank, refresh, scale: directions kept, steps between bases, and the factor of lifted moves.
+        stagger: spread the refreshes over the period.
+
+    Raises:
+        SkimpError: an option out of range; a dtype; no matrix to project; a rank that saves nothing for any.
+    """
+
+    locality: ClassVar[Any] = "matrix"
+    by_role: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        params: Any,
+        stages: Stages,
+        *,
+        lr: float | Tensor,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        rank: int,
+        refresh: int,
+        scale: float = 1.0,
+        stagger: bool = True,
+        seed: int = 0,
+        peak_lr: float = 0.0,
+    ) -> None:
+        check_options(self.rule, lr, betas, eps, weight_decay, eps_min=1e-30)
+        if rank < 1 or refresh < 1:
+            raise SkimpError(f"{self.rule}: rank and refresh at least 1", f"rank {rank}, refresh {refresh}")
+        check_policy(self.rule, stages)
+        self.stages = stages
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "rank": rank}
+        defaults |= {"refresh": refresh, "scale": scale, "stagger": stagger, "seed": seed, "peak_lr": peak_lr}
+        super().__init__(params, defaults)
+        self._shift: dict[str, float] = {}
+        self._check_some()
+
+    # ---- which parameters
+
+    def rank_of(self, p: Tensor) -> int | None:
+        """The rank of this parameter's basis; None where it stays whole."""
+        rank = self.asked_rank(p)
+        if rank is None or rank > min(p.shape):
+            return None
+        if not self.stages.projector.saves:
+            return rank
+        return rank if self._bytes(self._spec(p.shape, p.dtype, rank)) < self._bytes(self._whole(p)) else None
+
+    def asked_rank(self, p: Tensor) -> int | None:
+        """The rank asked for a parameter that is a matrix between hidden states; None for every other."""
+        group = self.group_of(p)
+        if p.ndim != 2:
+            return None
+        if "role" in group:
+            chosen = group["role"] not in (*TABLES, "vector")
+        else:
+            name = self.name_of(p).lower()
+            chosen = not any(part in name for part in TABLE_NAMES)
+        return int(group["rank"]) if chosen else None
+
+    def _check_some(self) -> None:
+        matrices = [p for p in self.parameters() if self.asked_rank(p) is not None]
+        if any(self.rank_of(p) is not None for p in matrices):
+            return
+        if not matrices:
+            shapes = sorted({tuple(p.shape) for p in self.parameters()}, key=str)[:5]
+            raise SkimpError(
+                f"{self.rule}: a matrix between hidden states to project",
+                f"none among {len(self.parameters())} parameters, of shapes {', '.join(map(str, shapes))}",
+                "one dimension has no subspace to find; a sharding that flattens parameters loses their shape",
+                ("adamw8bit: 2.03 bytes of state per parameter", "FSDP2 or DTensor, which keep shapes"),
+            )
+        p = max(matrices, key=lambda q: q.numel())
+        rank, most = int(self.group_of(p)["rank"]), self.break_even(p)
+        if rank > min(p.shape):
+            found, why = f"the largest matrix is {tuple(p.shape)}", f"it has {min(p.shape)} directions"
+        else:
+            low, whole = self._bytes(self._spec(p.shape, p.dtype, rank)), self._bytes(self._whole(p))
+            found = f"{low:,} bytes of state for {tuple(p.shape)}, {whole:,} unprojected"
+            why = f"it saves nothing from rank {most + 1} on"
+        ways = [f"rank {most} at most"] if most else []
+        raise SkimpError(f"{self.rule}: rank {rank}", found, why, [*ways, "adamw8bit: 2.03 bytes per parameter"])
+
+    def break_even(self, p: Tensor) -> int:
+        """The largest rank at which this matrix's state is smaller than unprojected; 0 where there is none."""
+        whole, low, high = self._bytes(self._whole(p)), 0, min(p.shape)
+        while low < high:
+            middle = (low + high + 1) // 2
+            small = self._bytes(self._spec(p.shape, p.dtype, middle)) < whole
+            low, high = (middle, high) if small else (low, middle - 1)
+        return low
+
+    # ---- state
+
+    def _spec(self, shape: Any, dtype: torch.dtype, rank: int) -> Spec:
+        stages, work = self.stages, torch.promote_types(dtype, torch.float32)
+        a, b = min(shape), max(shape)
+        small = stages.projector.small(a, b, rank)
+        spec = dict(stages.projector.spec(a, b, rank, work)) | stages.inner.state_spec(small, work)
+        for transform in stages.transforms:
+            spec |= transform.spec(small, work)
+        spec |= {} if stages.post is None else stages.post.spec(a, b)
+        spec |= {"error": ((a, b), work)} if stages.feedback else {}
+        return spec | ({"alike": ((5,), torch.float32)} if stages.lazy else {})
+
+    def _whole(self, p: Tensor) -> Spec:
+        return plain_spec(largest_part(p), p.dtype, p.numel(), self.stages.states)
+
+    @staticmethod
+    def _bytes(spec: Spec) -> int:
+        return sum(state_nbytes(shape, kind) for shape, kind in spec.values())
+
+    def part_spec(self, p: Tensor) -> Spec:
+        rank = self.rank_of(p)
+        return self._whole(p) if rank is None else self._spec(p.shape, p.dtype, rank)
+
+    def numbers_of(self, p: Tensor) -> tuple[str, ...]:
+        if self.rank_of(p) is None:
+            return ("step",)
+        stages = (self.stages.projector, *self.stages.transforms)
+        own = [key for stage in stages for key in stage.numbers]
+        return ("step", "since", "refreshed", *own, *(("gap", "seen") if self.stages.lazy else ()))
+
+    def locality_of(self, p: Tensor) -> str:
+        return "element" if self.rank_of(p) is None else "matrix"
+
+    def rule_for(self, p: Tensor) -> str:
+        rank, asked = self.rank_of(p), self.asked_rank(p)
+        if rank is not None:
+            return f"{self.rule} (rank {rank})"
+        kind = {"fp32": "adamw", "bf16": "adamw (bf16 states)", "int8": "adamw8bit"}[self.stages.states]
+        return kind if asked is None else f"{kind} (rank {asked} saves nothing here)"
+
+    def check_parameter(self, name: str, p: Tensor) -> None:
+        super().check_parameter(name, p)
+        if p.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+            raise SkimpError(
+                f"{self.rule} on parameter '{name}'",
+                f"dtype {p.dtype}",
+                "it steps in float32 and writes float32, float64 or bf16 weights",
+                "model.to(torch.float32) or model.to(torch.bfloat16) before the optimizer",
+            )
+
+    # ---- one step
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any], part: Part) -> None:
+        if "since" not in state:
+            plain_step(self.rule, p, grad, state, group, part)
+            return
+        stages, turned = self.stages, p.shape[0] >= p.shape[1]
+        work = torch.promote_types(p.dtype, torch.float32)
+        g = (grad.t() if turned else grad).to(work)
+        rank = self.rank_of(p)
+        assert rank is not None
+        place = Place(part.name, state["step"], rank, g.shape[0], g.shape[1], group)
+        if stages.feedback:
+            g = g + state["error"]
+        lost = self._refresh(g, state, place) if self._due(state, place) else None
+        lr, decay = lr_of(group), 1.0 - lr_of(group) * group["weight_decay"]
+        target = p if p.dtype == work else p.to(work)
+        w = target.t() if turned else target
+        if state["refreshed"]:
+            self._move(w, g, state, place, lr, 1.0 if stages.decay_after else decay)
+            if lost is not None:
+                state["error"].add_(lost)
+            if stages.decay_after and decay != 1.0:
+                w.mul_(decay)
+        elif decay != 1.0:  # no gradient yet: a whole parameter's moments would be zero too
+            w.mul_(decay)
+        if target is not p:
+            p.copy_(stochastic_round(target, place.seed, part.address, stream=2 * state["step"]))
+
+    def _move(self, w: Tensor, g: Tensor, state: dict[str, Any], place: Place, lr: float, decay: float) -> None:
+        stages, group = self.stages, place.group
+        projector = stages.projector
+        state["since"] += 1
+        r = projector.project(g, state, place)
+        for transform in stages.transforms:
+            r = transform(r, state, place)
+        rate = lr * group["scale"] if stages.post is None else 1.0
+        n = stages.inner.move(r, state, rate, state["since"], group, place.name)
+        if stages.post is None:
+            projector.add_(w, n, state, place, decay)
+        else:
+            delta = stages.post.delta(g, r, n.neg_(), projector, state, place)
+            w.mul_(decay).add_(delta, alpha=-lr)
+        if stages.feedback:
+            torch.sub(g, projector.lift(r, state, place), out=state["error"])
+        advance = getattr(projector, "advance", None)
+        if advance is not None:
+            advance(g, r, state, place)
+
+    def _due(self, state: dict[str, Any], place: Place) -> bool:
+        period = state["gap"] if self.stages.lazy and state["gap"] else place.group["refresh"]
+        if not state["refreshed"]:
+            return True
+        shift = int(self._shift_of(place.name) * period) if place.group["stagger"] else 0
+        # Shifts lie within half a period on either side, so the second basis is never just after the first.
+        return (place.step - 1 - shift) % period == 0 and place.step - state["refreshed"] > period // 2
+
+    def _shift_of(self, name: str) -> float:
+        """In [−½, ½): the place of this parameter in the period, evenly in the order of parameters."""
+        if name not in self._shift:
+            names = [self.name_of(p) for p in self.parameters() if self.rank_of(p) is not None]
+            self._shift = {n: (i / len(names) + 0.5) % 1.0 - 0.5 for i, n in enumerate(names)}
+        return self._shift[name]
+
+    def _refresh(self, g: Tensor, state: dict[str, Any], place: Place) -> Tensor | None:
+        """A new basis, and the moments' policy. Returns what a change of basis took from the moments, if that is fed
+        back.
+
+        Raises:
+            NonFiniteError: the gradient is not finite.
+        """
+        size = read(torch.linalg.vector_norm(g), expect=1.0)
+        if not size < float("inf"):
+            state["step"] -= 1  # nothing of this parameter has changed: the step can be taken again
+            raise NonFiniteError(
+                f"a finite gradient of '{place.name}' for its basis in step {place.step}",
+                f"its norm is {size}",
+                "a basis of it would be NaN, and every later step with it",
+                "lower the learning rate, lengthen the warm-up, or clip the gradient",
+            )
+        if size == 0.0:
+            return None
+        projector, first = self.stages.projector, not state["refreshed"]
+        held = None if first else projector.basis(state, place)
+        old = held.clone() if held is not None else None
+        projector.refresh(g, state, place)
+        state["refreshed"] = place.step
+        for transform in self.stages.transforms:
+            transform.reset(state)
+        if self.stages.lazy:
+            lengthen(old, projector.basis(state, place), state, place)
+        return None if first else carry_over(self.stages, old, state, place)
+
+    def assert_effect(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+        """Beyond what every rule is held to: some basis was made.
+
+        Raises:
+            EffectError: no matrix that took a step has one.
+        """
+        super().assert_effect(before, after)
+        stepped = [p for p in self.parameters() if self.state.get(p, {}).get("since", -1) >= 0]
+        if not any(self.state[p]["refreshed"] for p in stepped):
+            raise EffectError(
+                f"'{self.rule}' projects matrices", f"none of {len(stepped)} has a basis", "every gradient was zero"
+            )
