@@ -14,7 +14,7 @@ from itertools import combinations
 from typing import Any
 
 import torch
-from contract_rows import BLOCKS, DISK, PACKED, RULES, Technique, batch_of, make_run, state_tensors
+from contract_rows import BLOCKS, DISK, FAMILY, PACKED, RULES, Technique, batch_of, make_run, state_tensors
 
 from skimp.core.registry import alternatives, conflict_of, load, methods
 from skimp.run.build import Run, techniques
@@ -84,6 +84,7 @@ SWITCHES: dict[str, Switch] = {
 }
 
 SWITCHES |= {name: Switch(_rule(name), overrides=(f"optimizer={name}",)) for name in RULES}
+SWITCHES |= {name: Switch(_rule(name), overrides=(override,)) for name, override in FAMILY.items()}
 
 #: What a pair needs beside both switches. A step in backward is one micro-batch (with clipping it is run twice, so it
 #: still has more than one forward). States of float32 beside bfloat16 weights: small tensors of the 8-bit rule.
@@ -94,6 +95,13 @@ BESIDE: dict[frozenset[str], Technique] = {
     frozenset(("lora", "state-offload")): Technique(overrides=("adapter={r: 4, embeddings: true, head: true}",)),
     frozenset(("lora", "dynamic8")): Technique(overrides=("adapter={r: 4, embeddings: true, head: true}",)),
 }
+BESIDE |= {
+    frozenset((name, "dynamic8")): Technique(overrides=(f"{override[:-1]}, states: int8}}",))
+    for name, override in FAMILY.items()
+    if name != "ldadam"
+}
+#: Additions of rank 4 have two dimensions of 4 × 48: a basis of them has two directions at most.
+BESIDE |= {frozenset((name, "lora")): Technique(overrides=("optimizer.rank=1",)) for name in FAMILY}
 
 #: Pairs whose both sides no recipe key switches on together; a plain loop does.
 IN_A_LOOP: dict[frozenset[str], dict[str, Any]] = {frozenset(("adamw-bf16", "float32")): {"states": "fp32"}}

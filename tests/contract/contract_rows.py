@@ -184,6 +184,28 @@ for _rule in RULES:
     TECHNIQUES[_rule] = Technique(overrides=(f"optimizer={_rule}",))
     TECHNIQUES[f"{_rule}-in-backward"] = Technique({"in_backward": True}, (f"optimizer={_rule}",), base=_rule)
     TECHNIQUES[f"bf16-{_rule}"] = Technique(overrides=("precision=bf16", f"optimizer={_rule}"))
+#: The projected family, with ranks below those of the tiny matrices and a change of basis within the steps of a test.
+FAMILY = {
+    name: f"optimizer={{name: {name}, {options}}}"
+    for name, options in {
+        "galore": "rank: 8, refresh: 2",
+        "galore8bit": "rank: 8, refresh: 2",
+        "galore2": "rank: 8, refresh: 2",
+        "q-galore": "rank: 8, refresh: 2",
+        "online-subspace-descent": "rank: 6",
+        "natural-galore": "rank: 8, refresh: 2, history: 3",
+        "grass": "rank: 8, refresh: 2",
+        "apollo": "rank: 8, refresh: 2",
+        "apollo-mini": "refresh: 2",
+        "fira": "rank: 8, refresh: 2",
+        "ldadam": "rank: 4",
+        "frugal": "rank: 8, refresh: 2",
+    }.items()
+}
+for _rule, _override in FAMILY.items():
+    TECHNIQUES[_rule] = Technique(overrides=(_override,))
+    TECHNIQUES[f"{_rule}-in-backward"] = Technique({"in_backward": True}, (_override,), base=_rule)
+    TECHNIQUES[f"bf16-{_rule}"] = Technique(overrides=("precision=bf16", _override))
 
 
 def recipe_of(technique: Technique, rows: int = ROWS, seq: int = SEQ, **train: Any) -> Any:

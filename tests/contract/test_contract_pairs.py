@@ -19,7 +19,7 @@ from contract_pairs import (
     plain_of,
     technique_of,
 )
-from contract_rows import Technique, threads
+from contract_rows import FAMILY, Technique, threads
 
 from skimp.core.errors import ConflictError
 from skimp.core.registry import check_together, conflict_of, methods
@@ -58,7 +58,11 @@ def check(pair: tuple[str, str]) -> None:
     plain = plain_of(technique)
     # Every exact method may only reorder sums; bfloat16 rounds each of them to 8 bits, at random in the weights.
     half = "precision=bf16" in technique.overrides
-    assert found == pytest.approx(plain_losses(plain.overrides, plain.documents), rel=2e-3 if half else 2e-6)
+    # A basis turns by that rounding over the gap between two singular values, and Adam in it does not commute with
+    # turns: measured up to 3e-5 where gradients of a tiny model have gaps of a hundredth.
+    turning = not FAMILY.keys().isdisjoint(pair)
+    tolerance = 2e-3 if half else 1e-4 if turning else 2e-6
+    assert found == pytest.approx(plain_losses(plain.overrides, plain.documents), rel=tolerance)
     assert len(set(found)) == len(found)
 
 

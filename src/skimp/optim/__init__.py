@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from skimp.core.option import ADAM
 from skimp.core.registry import Conflict, Facts, Paper
+from skimp.optim.family_facts import FAMILY, FAMILY_HOMES
 from skimp.optim.rule_facts import HOMES, RULES
 
 FACTS: list[Facts] = [
@@ -61,6 +62,7 @@ FACTS: list[Facts] = [
         },
     ),
     *RULES,
+    *FAMILY,
     Facts(
         name="state-offload",
         kind="placement",
@@ -77,6 +79,7 @@ FACTS: list[Facts] = [
 
 _HOMES = {
     **HOMES,
+    **FAMILY_HOMES,
     "AdamW": "adamw",
     "AdamW8bit": "adamw8bit",
     "AdamWBF16": "adamw_bf16",

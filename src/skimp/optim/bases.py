@@ -65,7 +65,8 @@ class Subspace:
 
     def basis(self, state: dict[str, Any], place: Place) -> Tensor:
         if not self.bits:
-            return state["P"]
+            held: Tensor = state["P"]
+            return held
         parts = {key: state[f"P_{key}"] for key in ("codes", "scale", "zero")}
         return Affine(self.bits).decode(parts, (place.rows, place.rank), torch.float32)
 

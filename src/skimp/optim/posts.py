@@ -32,9 +32,8 @@ def limited(direction: Tensor, state: dict[str, Any], growth: float) -> Tensor:
 
 def column_factor(r: Tensor, psi: Tensor) -> Tensor:
     """(1, b): ‖ψⱼ‖ / (‖Rⱼ‖ + 1e-8) of every column, what the inner rule made of its length."""
-    return torch.linalg.vector_norm(psi, dim=0, keepdim=True) / (
-        torch.linalg.vector_norm(r, dim=0, keepdim=True) + TINY
-    )
+    factor: Tensor = torch.linalg.vector_norm(psi, dim=0, keepdim=True)
+    return factor.div_(torch.linalg.vector_norm(r, dim=0, keepdim=True).add_(TINY))
 
 
 @dataclass(frozen=True)

@@ -99,10 +99,12 @@ class NaturalGaLore(Projected):
 
     def __init__(
         self, params: Any, *, history: int = 20, damping: float = 1e-3, sides: Literal["one", "both"] = "both",
-        svd: Method = "random", **options: Any,
+        svd: Method = "random", states: Codec = "fp32", **options: Any,
     ) -> None:  # fmt: skip
         basis: Projector = TwoSided(svd, warm=False) if sides == "both" else Subspace(svd)
-        super().__init__(params, Stages(basis, Adam(), (Fisher(history, damping),)), **COMMON | options)
+        super().__init__(
+            params, Stages(basis, Adam(states), (Fisher(history, damping),), states=states), **COMMON | options
+        )
 
 
 class Grass(Projected):

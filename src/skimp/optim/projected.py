@@ -161,8 +161,7 @@ class Projected(UpdateRule):
     def numbers_of(self, p: Tensor) -> tuple[str, ...]:
         if self.rank_of(p) is None:
             return ("step",)
-        stages = (self.stages.projector, *self.stages.transforms)
-        own = [key for stage in stages for key in stage.numbers]
+        own = [*self.stages.projector.numbers, *(key for t in self.stages.transforms for key in t.numbers)]
         return ("step", "since", "refreshed", *own, *(("gap", "seen") if self.stages.lazy else ()))
 
     def locality_of(self, p: Tensor) -> str:
@@ -235,12 +234,12 @@ class Projected(UpdateRule):
             advance(g, r, state, place)
 
     def _due(self, state: dict[str, Any], place: Place) -> bool:
-        period = state["gap"] if self.stages.lazy and state["gap"] else place.group["refresh"]
+        period = int(state["gap"] if self.stages.lazy and state["gap"] else place.group["refresh"])
         if not state["refreshed"]:
             return True
         shift = int(self._shift_of(place.name) * period) if place.group["stagger"] else 0
         # Shifts lie within half a period on either side, so the second basis is never just after the first.
-        return (place.step - 1 - shift) % period == 0 and place.step - state["refreshed"] > period // 2
+        return (place.step - 1 - shift) % period == 0 and place.step - int(state["refreshed"]) > period // 2
 
     def _shift_of(self, name: str) -> float:
         """In [−½, ½): the place of this parameter in the period, evenly in the order of parameters."""

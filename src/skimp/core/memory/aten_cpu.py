@@ -159,6 +159,18 @@ def _wider_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return 0 if dtype is None or dtype == args[0].dtype else args[0].numel() * dtype.itemsize
 
 
+def _eigh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """LAPACK's work of ?syevd with vectors, 1 + 6 n + 2 n² numbers and 3 + 5 n integers, and what is asked for them."""
+    n, size = args[0].shape[-1], args[0].itemsize
+    numbers, integers = (1 + 6 * n + 2 * n * n, 3 + 5 * n) if n > 1 else (1, 1)
+    return size * numbers + 4 * integers + 4 + size
+
+
+def _cholesky_solve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """A copy of the factor, and how the solve went."""
+    return args[1].numel() * args[1].itemsize + 6
+
+
 for _name in _BINARY:
     declare_workspace(f"aten::{_name}")(_scalar)
 declare_workspace("aten::mean")(_mean)
@@ -168,6 +180,10 @@ declare_workspace("aten::native_layer_norm_backward")(_layer_norm_backward)
 declare_workspace("aten::sum")(_sum)
 declare_workspace("aten::embedding_dense_backward")(_strided)
 declare_workspace("aten::linalg_vector_norm")(_wider_norm)
+declare_workspace("aten::_linalg_eigh")(_eigh)
+declare_workspace("aten::_linalg_check_errors")(lambda args, kwargs: 2)
+declare_workspace("aten::cholesky_solve")(_cholesky_solve)
+declare_workspace("aten::sort")(lambda args, kwargs: 8 * args[0].numel())
 declare_workspace("aten::mm")(_product(0))
 declare_workspace("aten::bmm")(_product(0))
 declare_workspace("aten::addmm")(_product(1))
