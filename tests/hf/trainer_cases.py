@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from skimp.core.registry import methods
+
 STEPS, ROWS, SEQ, VOCAB = 3, 4, 40, 1024
 
 
@@ -109,8 +111,25 @@ CASES: dict[str, Case] = {
                       **ORDER),
 }  # fmt: skip
 
+#: Rules other than AdamW are compared with it: other moves, so near losses, and every parameter moved.
+RULES = [
+    name
+    for name, facts in methods().items()
+    if facts.kind == "update rule" and not any(name in case.methods for case in CASES.values())
+]
+CASES |= {name: Case((name,), rule=name, loss=5e-2, weight=None, norms=False) for name in RULES}
+
 #: What the child runs: every technique, without the variants that differ from another case in a number only.
-VARIANTS = {"recompute-some", "no-clip", "in-backward-no-clip", "all-8-bit", "autocast", "autocast-fused", "lora-8-bit"}
+VARIANTS = {
+    "recompute-some",
+    "no-clip",
+    "in-backward-no-clip",
+    "all-8-bit",
+    "autocast",
+    "autocast-fused",
+    "lora-8-bit",
+    *RULES,
+}
 IN_TRL = [name for name in CASES if name not in VARIANTS]
 
 

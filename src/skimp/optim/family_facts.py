@@ -5,7 +5,9 @@ from __future__ import annotations
 from skimp.core.option import BETAS, EPS, Option
 from skimp.core.registry import Conflict, Facts, Paper
 
-RANK = Option(128, "Directions kept of every matrix between hidden states.", least=1)
+RANK = Option(
+    0, "Directions kept of every matrix between hidden states; 0 keeps a quarter of its shorter side.", least=0
+)
 REFRESH = Option(200, "Steps between bases; every matrix has a step of its own in the period.", least=1)
 SCALE = Option(0.25, "Factor of the moves of projected matrices.", above=0)
 STAGGER = Option(True, "Spread the changes of basis over the period, so that no step pays for all of them.")
@@ -168,7 +170,7 @@ FAMILY: list[Facts] = [
         Paper("APOLLO: SGD-like Memory, AdamW-level Performance", 2024, "2412.05270"),
         {
             **COMMON,
-            "rank": Option(1, RANK.about, least=1),
+            "rank": Option(1, RANK.about, least=0),
             "scale": Option(128.0, "Its root multiplies the move.", above=0),
             "growth": GROWTH,
             "early": Option(False, "Apply the root of the scale before the limit of growth."),
@@ -192,7 +194,7 @@ FAMILY: list[Facts] = [
         {
             "betas": Option((0.908, 0.99), BETAS.about, least=0, below=1),
             "eps": EPS,
-            "rank": Option(16, RANK.about, least=1),
+            "rank": Option(16, RANK.about, least=0),
             "rho": Option(0.908, "The momentum's share of what the basis is fitted to.", least=0, most=1),
         },
         conflicts={"dynamic8": UNCODED},

@@ -23,7 +23,7 @@ from skimp.optim.two_sided import TwoSided
 Method = Literal["exact", "random"]
 #: What every preset takes beside its own: the papers' values are those of pre-training.
 COMMON: dict[str, Any] = {
-    "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "rank": 128, "refresh": 200, "scale": 0.25
+    "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "rank": 0, "refresh": 200, "scale": 0.25
 }  # fmt: skip
 
 

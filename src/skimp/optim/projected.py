@@ -27,7 +27,7 @@ from skimp.optim.base import UpdateRule
 from skimp.optim.options import check_options, lr_of
 from skimp.optim.plain import plain_spec, plain_step
 from skimp.optim.policy import carry_over, check_policy, lengthen
-from skimp.optim.roles import TABLES
+from skimp.optim.role import TABLES
 from skimp.optim.stages import Place, Stages
 from skimp.optim.state import Spec, state_nbytes
 
@@ -42,7 +42,8 @@ class Projected(UpdateRule):
         params: parameters, groups or `named_parameters()`; float32, float64, or bf16 with stochastic rounding. A
             group may have a "rank" of its own.
         stages: the composition.
-        rank, refresh, scale: directions kept, steps between bases, and the factor of lifted moves.
+        rank, refresh, scale: directions kept (0: a quarter of each matrix's shorter side), steps between bases, and
+            the factor of lifted moves.
         stagger: spread the refreshes over the period.
 
     Raises:
@@ -69,8 +70,8 @@ class Projected(UpdateRule):
         peak_lr: float = 0.0,
     ) -> None:
         check_options(self.rule, lr, betas, eps, weight_decay, eps_min=1e-30)
-        if rank < 1 or refresh < 1:
-            raise SkimpError(f"{self.rule}: rank and refresh at least 1", f"rank {rank}, refresh {refresh}")
+        if rank < 0 or refresh < 1:
+            raise SkimpError(f"{self.rule}: rank at least 0, refresh at least 1", f"rank {rank}, refresh {refresh}")
         check_policy(self.rule, stages)
         self.stages = stages
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "rank": rank}
@@ -100,7 +101,7 @@ class Projected(UpdateRule):
         else:
             name = self.name_of(p).lower()
             chosen = not any(part in name for part in TABLE_NAMES)
-        return int(group["rank"]) if chosen else None
+        return (int(group["rank"]) or max(1, min(p.shape) // 4)) if chosen else None
 
     def _check_some(self) -> None:
         matrices = [p for p in self.parameters() if self.asked_rank(p) is not None]
@@ -115,7 +116,7 @@ class Projected(UpdateRule):
                 ("adamw8bit: 2.03 bytes of state per parameter", "FSDP2 or DTensor, which keep shapes"),
             )
         p = max(matrices, key=lambda q: q.numel())
-        rank, most = int(self.group_of(p)["rank"]), self.break_even(p)
+        rank, most = self.asked_rank(p) or 1, self.break_even(p)
         if rank > min(p.shape):
             found, why = f"the largest matrix is {tuple(p.shape)}", f"it has {min(p.shape)} directions"
         else:
