@@ -179,7 +179,7 @@ TECHNIQUES: dict[str, Technique] = {
 }
 
 #: Rules beside AdamW: each plain, in backward and on bfloat16 weights.
-RULES = ("lion", "adafactor", "came", "adam-mini", "adamw4bit", "muon")
+RULES = ("lion", "adafactor", "came", "adam-mini", "adamw4bit", "muon", "spam", "stable-spam", "dion")
 for _rule in RULES:
     TECHNIQUES[_rule] = Technique(overrides=(f"optimizer={_rule}",))
     TECHNIQUES[f"{_rule}-in-backward"] = Technique({"in_backward": True}, (f"optimizer={_rule}",), base=_rule)

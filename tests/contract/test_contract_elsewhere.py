@@ -19,20 +19,24 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from skimp.optim import (
     CAME,
+    SPAM,
     Adafactor,
     AdamMini,
     AdamW,
     AdamW4bit,
     AdamW8bit,
     AdamWBF16,
+    Dion,
     Lion,
     Muon,
+    StableSPAM,
     role_groups,
     roles,
 )
 
 RULES: dict[str, Any] = {"adamw": AdamW, "adamw8bit": AdamW8bit, "adamw-bf16": AdamWBF16, "lion": Lion}
 RULES |= {"adafactor": Adafactor, "came": CAME, "adam-mini": AdamMini, "adamw4bit": AdamW4bit, "muon": Muon}
+RULES |= {"spam": SPAM, "stable-spam": StableSPAM, "dion": Dion}
 HERE = Path(__file__).resolve().parent
 
 

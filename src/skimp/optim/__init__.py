@@ -94,14 +94,17 @@ _HOMES = {
 __all__ = [
     "CAME",
     "FACTS",
+    "SPAM",
     "Adafactor",
     "AdamMini",
     "AdamW",
     "AdamW4bit",
     "AdamW8bit",
     "AdamWBF16",
+    "Dion",
     "Lion",
     "Muon",
+    "StableSPAM",
     "UpdateRule",
     "adamw_reference",
     "decay_groups",
@@ -119,10 +122,13 @@ if TYPE_CHECKING:
     from skimp.optim.adamw_bf16 import AdamWBF16
     from skimp.optim.base import UpdateRule
     from skimp.optim.came import CAME
+    from skimp.optim.dion import Dion
     from skimp.optim.groups import decay_groups, role_groups
     from skimp.optim.lion import Lion
     from skimp.optim.muon import Muon
     from skimp.optim.role import roles
+    from skimp.optim.spam import SPAM
+    from skimp.optim.stable_spam import StableSPAM
     from skimp.optim.state import state_key
 
 

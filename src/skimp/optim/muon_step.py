@@ -111,11 +111,12 @@ def _muon(
         moved.copy_(p).mul_(decay).sub_(u, alpha=size)
         if noise is not None:
             noise.key = keys[i]
-            _round(moved.view(-1), noise, steps[i])
+            round_weights_(moved.view(-1), noise, steps[i])
         p.copy_(moved)
 
 
-def _round(flat: Tensor, noise: Noise, step: int) -> None:
+def round_weights_(flat: Tensor, noise: Noise, step: int) -> None:
+    """Round float32 weights in place to multiples of the bfloat16 step with stream 2·step of the noise."""
     for start in range(0, flat.numel(), CHUNK):
         n = min(CHUNK, flat.numel() - start)
         noise.draw(2 * step, start)

@@ -31,10 +31,12 @@ from skimp.core.codecs.base import count
 from skimp.core.sharded import Part, largest_part
 from skimp.optim.adam_mini import check_role
 from skimp.optim.base import UpdateRule
-from skimp.optim.elementwise import Elementwise, wide_dtype
+from skimp.optim.elementwise import wide_dtype
 from skimp.optim.muon import is_hidden
 from skimp.optim.options import check_dtype, check_options, check_range, lr_of
 from skimp.optim.restarts import restart_at
+from skimp.optim.spam_chunk import spam
+from skimp.optim.spam_sparse import spam_sparse
 from skimp.optim.state import Spec
 
 
@@ -118,38 +120,6 @@ class SPAM(UpdateRule):
         scalars += [group["theta"] if clips else 0.0, float(at.reset)]
         held = [state["m"], state["v"]]
         if held[0].numel() != p.numel():
-            from skimp.optim.spam_sparse import spam_sparse
-
             spam_sparse(part, p, grad, held, scalars, state["step"], at.period, group["seed"])
         else:
             spam(part, p, grad, held, scalars, state["step"], group["seed"])
-
-
-def spam_chunk(
-    p: Tensor, g: Tensor, states: Sequence[Tensor], scratch: Sequence[Tensor], scalars: Sequence[float]
-) -> None:
-    """See the module; `g` becomes the new weights."""
-    (m, v), (u, w) = states, scratch
-    beta1, beta2, eps, size, decay, theta, reset = scalars
-    if reset:
-        m.zero_()
-        v.zero_()
-    if theta:
-        torch.mul(v, theta, out=u)
-        u.sqrt_()
-        # Where v is 0 there is nothing to compare with: the limit becomes the largest number.
-        torch.eq(u, 0.0, out=w)
-        u.add_(w.mul_(torch.finfo(w.dtype).max))
-        torch.abs(g, out=w)
-        torch.minimum(w, u, out=w)
-        torch.copysign(w, g, out=g)
-    m.mul_(beta1).add_(g, alpha=1.0 - beta1)
-    v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
-    torch.sqrt(v, out=u)
-    torch.div(m, u.add_(eps), out=u)
-    torch.sub(p, u, alpha=size, out=g)
-    torch.mul(g, decay, out=u)
-    g.sub_(u)
-
-
-spam = Elementwise("spam", spam_chunk, states=2, scratch=2)

@@ -19,7 +19,7 @@ from skimp.core.workspace import CAST_SCALAR_BYTES, declare_workspace
 from skimp.optim.adamw_bf16_step import Noise
 from skimp.optim.adamw_math import CHUNK
 from skimp.optim.elementwise import wide_dtype
-from skimp.optim.spam import spam_chunk
+from skimp.optim.spam_chunk import spam_chunk
 
 
 class Places:
@@ -105,7 +105,7 @@ def _spam_sparse(
             noise.draw(step, start)
             round_bits_(weight[:n], noise.high(n))
         own_p[:n].copy_(weight[:n])
-        flat.scatter_(0, index, own_p[:n])
+        flat.index_copy_(0, index, own_p[:n])
 
 
 @_spam_sparse.register_fake
