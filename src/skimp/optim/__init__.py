@@ -87,6 +87,9 @@ _HOMES = {
     "adamw_reference": "adamw",
     "decay_groups": "groups",
     "role_groups": "groups",
+    "refactor_": "refactor",
+    "reset_moments": "refactor",
+    "restart_": "refactor",
     "roles": "role",
     "state_key": "state",
 }
@@ -108,6 +111,9 @@ __all__ = [
     "UpdateRule",
     "adamw_reference",
     "decay_groups",
+    "refactor_",
+    "reset_moments",
+    "restart_",
     "role_groups",
     "roles",
     "state_key",
@@ -126,6 +132,7 @@ if TYPE_CHECKING:
     from skimp.optim.groups import decay_groups, role_groups
     from skimp.optim.lion import Lion
     from skimp.optim.muon import Muon
+    from skimp.optim.refactor import refactor_, reset_moments, restart_
     from skimp.optim.role import roles
     from skimp.optim.spam import SPAM
     from skimp.optim.stable_spam import StableSPAM

@@ -52,6 +52,7 @@ class UpdateRule(torch.optim.Optimizer):
         block: neighbouring numbers that share an entry of a state which is not shaped like the parameter.
         by_role: it treats roles unlike (hidden matrices, embeddings, head, vectors); its groups then carry "role",
             as `skimp.optim.role_groups` makes them.
+        kept_on_reset: keys of the state that are no moments and outlive a reset.
         away: where states live between updates; None keeps them beside their parameters.
     """
 
@@ -60,6 +61,7 @@ class UpdateRule(torch.optim.Optimizer):
     state_placement: ClassVar[str] = "like parameter"
     block: ClassVar[int] = 1
     by_role: ClassVar[bool] = False
+    kept_on_reset: ClassVar[tuple[str, ...]] = ()
     away: Away | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:

@@ -52,6 +52,7 @@ class Dion(UpdateRule):
 
     rule: ClassVar[str] = "dion"
     by_role = True
+    kept_on_reset = ("q",)
 
     def __init__(
         self,

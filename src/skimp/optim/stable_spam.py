@@ -1,10 +1,11 @@
 """Stable-SPAM: gradients clipped by their history and scaled to its norm, and momentum resets.
 
 Huang et al., "Stable-SPAM: How to Train in 4-Bit More Stably than 16-Bit Adam", 2025, arXiv 2502.17055, section 3.
-Three numbers a tensor follow the gradient, each a moving mean with its bias corrected (hats):
+Three numbers a tensor follow the gradient, each a moving mean; a prime is its value with the bias corrected:
 
-    T ← γ₃·T + (1−γ₃)·max|g|;                       where |g| > T̂: g ← g/max|g| · T̂
-    n ← ‖g‖;  μ ← γ₁·μ + (1−γ₁)·n;  ν ← γ₂·ν + (1−γ₂)·n²;      g ← g/n · μ̂ / (√ν̂ + eps)
+    T ← γ₃·T + (1−γ₃)·max|g|;   where |g| > T': g ← g/max|g| · T'
+    n ← ‖g‖;   μ ← γ₁·μ + (1−γ₁)·n;   ν ← γ₂·ν + (1−γ₂)·n²
+    g ← g/n · μ' / (√ν' + eps)
     every `every` steps both moments become 0 and their step begins anew; then AdamW, decay first
 
 The three numbers outlive the resets, and so does their step. They are functions of the whole tensor, so a shard is
