@@ -87,6 +87,7 @@ def methods_index(known: Mapping[str, Facts]) -> str:
 IN_TRAINER = {
     "chunked-cross-entropy": "chunked_loss=True",
     "fused-rmsnorm": "fused=True",
+    "fused-rotary": "fused=True",
     "fused-swiglu": "fused=True",
     "lora": "positions=True",
     "packing": "documents=True",

@@ -178,5 +178,5 @@ def test_nothing_is_noted_where_no_gradient_is_recorded() -> None:
     noted = can_be_remade(torch.ones(2), torch.ones_like, torch.ones(2))
     made = how_made(noted)
     assert made is not None
-    assert torch.equal(made.make(*made.inputs), noted)
+    assert torch.equal(made.again(*made.inputs), noted)
     assert how_made(noted * 1) is None

@@ -80,6 +80,9 @@ SWITCHES: dict[str, Switch] = {
     "lisa": Switch(_resting("lisa"), overrides=("train.layers={name: lisa, active: 2}",)),
     "owlore": Switch(_resting("owlore"), overrides=("train.layers={name: owlore, active: 2}",)),
     "badam": Switch(_resting("badam"), overrides=("train.layers=badam",)),
+    "fused-rotary": Switch(
+        lambda run: run.fused.rotary.modules > 0 < run.fused.rotary.runs, overrides=("exact.kernels=fused",)
+    ),
     "lora": Switch(lambda run: bool(run.adapter.modules), overrides=("adapter={r: 4}",)),
 }
 

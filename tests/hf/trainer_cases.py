@@ -79,7 +79,7 @@ CASES: dict[str, Case] = {
     "whole": Case((), than="", data="padded"),
     "recompute": Case(("recompute",), {"recompute": "all"}, saves=1_000_000),
     "recompute-some": Case(("recompute",), {"recompute": (0, 2)}, saves=500_000),
-    "fused": Case(("fused-rmsnorm", "fused-swiglu"), {"fused": True}, saves=400_000, **ORDER),
+    "fused": Case(("fused-rmsnorm", "fused-swiglu", "fused-rotary"), {"fused": True}, saves=400_000, **ORDER),
     "autocast": Case((), than="", arguments={"bf16": True}),
     # The plain norm rounds to bfloat16 before its weight and after, the fused one after only.
     "autocast-fused": Case((), {"fused": True}, than="autocast", arguments={"bf16": True}, loss=2e-4, weight=None),

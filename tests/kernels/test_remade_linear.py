@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from skimp.core.memory.tracker import Tracker
-from skimp.core.remake import Remake, can_be_remade
+from skimp.core.remake import Again, Remake, can_be_remade, how_made
 from skimp.kernels.remade_linear import linear, remade_linear
 
 
@@ -27,7 +27,7 @@ def test_values_and_gradients_are_those_of_the_plain_layer_to_the_bit(shape: tup
             for p in layer.parameters():
                 p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.dim())))
         x = double(source).requires_grad_()
-        made = Remake(double, (source,))
+        made = Remake(Again(double), (source,))
         y = remade_linear(x, layer.weight, layer.bias, made) if remade else nn.functional.linear(x, *layer.parameters())
         y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(9)))
         results.append([y, x.grad, *(p.grad for p in layer.parameters())])
@@ -42,7 +42,7 @@ def test_every_gradient_in_float64() -> None:
     )
 
     def call(source: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return remade_linear(source * 2.0, weight, bias, Remake(double, (source.detach(),)))
+        return remade_linear(source * 2.0, weight, bias, Remake(Again(double), (source.detach(),)))
 
     assert torch.autograd.gradcheck(call, (source, weight, bias))
 
@@ -61,3 +61,56 @@ def test_the_input_is_not_kept_where_it_can_be_made(frozen: bool) -> None:
             held[noted] = tracker.live
         del y
     assert held[False] - held[True] == (0 if frozen else 4 * (1 << 16) * 4)
+
+
+def test_an_input_of_three_readers_is_made_once_a_backward_and_let_go() -> None:
+    calls = []
+
+    def counted(source: Tensor) -> Tensor:
+        calls.append(1)
+        return double(source)
+
+    source = torch.randn(6, 5, requires_grad=True)
+    weights = [torch.randn(4, 5, requires_grad=True) for _ in range(3)]
+    x = can_be_remade(source * 2.0, counted, source)
+    total = sum(linear(x, w, None).square().sum() for w in weights)
+    for turn in (1, 2):  # a retained graph asks again
+        total.backward(retain_graph=turn == 1)
+        assert len(calls) == turn
+    made = how_made(x)
+    assert made is not None
+    assert made.again._made is None
+    wanted = 2 * sum(2 * (x.detach() @ w.detach().t()).t() @ x.detach() for w in weights[:1])
+    torch.testing.assert_close(weights[0].grad, wanted)
+
+
+@pytest.mark.parametrize("noted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_second_gradient_is_added_inside_the_product(noted: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    weight, bias, *sources = (
+        torch.randn(s, generator=generator, dtype=dtype) for s in ((11, 5), (11,), (2, 3, 5), (2, 3, 5), (2, 3, 5))
+    )
+    plain, ours = nn.Parameter(weight.clone()), nn.Parameter(weight.clone())
+    biases = [nn.Parameter(bias.clone()) for _ in range(2)]
+    seen = []
+    ours.register_hook(lambda grad: seen.append(grad))
+    for source in sources:
+        nn.functional.linear(double(source), plain, biases[0]).square().sum().backward()
+        held = ours.grad
+        x = double(source).requires_grad_()
+        x = can_be_remade(x, double, source) if noted else x
+        linear(x, ours, biases[1], accumulate=True).square().sum().backward()
+        assert held is None or ours.grad is held
+    assert len([grad for grad in seen if grad is not None]) == 1  # autograd was handed one, and added none
+    torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-5 if dtype == torch.float32 else 1e-13, atol=0)
+    assert torch.equal(biases[0].grad, biases[1].grad)
+
+
+def test_a_bfloat16_gradient_is_added_by_autograd() -> None:
+    weight = nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16))
+    seen = []
+    weight.register_hook(lambda grad: seen.append(grad))
+    for _ in range(2):
+        linear(torch.ones(2, 4, dtype=torch.bfloat16), weight, None, accumulate=True).sum().backward()
+    assert len([grad for grad in seen if grad is not None]) == 2

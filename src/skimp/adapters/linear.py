@@ -72,7 +72,9 @@ class _LoRALinear(torch.autograd.Function):
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         ctx.save_for_backward(weight, a, b, *((x,) if made is None else made.inputs))
-        ctx.make = None if made is None else made.make
+        if made is not None:
+            made.again.readers += 1
+        ctx.again = None if made is None else made.again
         ctx.scale, ctx.transposed, ctx.dropout, ctx.dtype = scale, transposed, dropout, dtype
         with torch.autocast(kind, enabled=False):
             flat = x.reshape(-1, x.shape[-1]).to(dtype)
@@ -86,7 +88,7 @@ class _LoRALinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         weight, a, b, *kept = ctx.saved_tensors
-        x = kept[0] if ctx.make is None else ctx.make(*kept)
+        x = kept[0] if ctx.again is None else ctx.again(*kept)
         scale, dropout, dtype = ctx.scale, ctx.dropout, ctx.dtype
         g = upstream.reshape(-1, upstream.shape[-1])
         low_a, flat = a.to(dtype), x.reshape(-1, x.shape[-1]).to(dtype)

@@ -16,18 +16,43 @@ from torch import Tensor
 _NAME = "_skimp_remake"
 
 
+class Again:
+    """Makes one tensor again for all who read it.
+
+    Queries, keys and values read one norm's output, and their backwards follow one another: it is made for the first
+    and let go by the last. It holds no input: a recomputed block must be able to drop them.
+
+    Attributes:
+        readers: layers that will ask in backward; each adds itself in forward.
+    """
+
+    def __init__(self, make: Callable[..., Tensor]) -> None:
+        self.make, self.readers = make, 0
+        self._asked = 0
+        self._made: Tensor | None = None
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """The tensor, from `inputs` as autograd kept them and checked their versions."""
+        made = self.make(*inputs) if self._made is None else self._made
+        self._asked += 1
+        self._made = made if self._asked < self.readers else None
+        if self._made is None:
+            self._asked = 0
+        return made
+
+
 @dataclass(frozen=True)
 class Remake:
-    """`make(*inputs)` is the tensor, to the bit."""
+    """`again(*inputs)` is the tensor, to the bit."""
 
-    make: Callable[..., Tensor]
+    again: Again
     inputs: tuple[Tensor, ...]
 
 
 def can_be_remade(tensor: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Note on `tensor` how it was made, where gradients are recorded at all; returns it."""
     if torch.is_grad_enabled():
-        setattr(tensor, _NAME, Remake(make, inputs))
+        setattr(tensor, _NAME, Remake(Again(make), inputs))
     return tensor
 
 

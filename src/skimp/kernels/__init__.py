@@ -40,10 +40,24 @@ FACTS: list[Facts] = [
         ),
         recipe="exact: {kernels: fused}",
     ),
+    Facts(
+        name="fused-rotary",
+        kind="kernel",
+        summary="rotary positions in one pass each way, for any model that turns halves of its heads",
+        where="skimp.kernels.rotary:rotary",
+        attacks=("activations",),
+        exact=True,
+        saves="nothing that is kept; time (about sixteen passes over queries and keys become two) and what they held",
+        paper=Paper("RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, "2104.09864"),
+        needs=("float32 on a CPU", "the native kernels (python -m skimp.kernels.native)"),
+        recipe="exact: {kernels: fused}",
+    ),
 ]
 
 _WHERE = {
     "Fused": "apply",
+    "rotary": "rotary",
+    "rotary_reference": "rotary",
     "rms_norm": "fused",
     "rms_norm_reference": "fused",
     "swiglu": "fused",

@@ -206,7 +206,10 @@ def build(
 
 def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Structure, simulated: bool) -> Run:
     adapter = adapt(model, structure, recipe)
-    fused = Fused(model, halves=recipe.exact.kernels == "fused") if uses_fused(recipe) else None
+    fused = None
+    if uses_fused(recipe):
+        # Held gradients are looked at after the last micro-batch only, so a product may add to them where they lie.
+        fused = Fused(model, halves=recipe.exact.kernels == "fused", accumulate=not exact.in_backward)
     if recipe.exact.kernels == "fused" and fused is not None and not fused.norms and not fused.mlps:
         raise ConflictError(
             "exact.kernels=fused",
@@ -302,7 +305,7 @@ def techniques(recipe: Any, exact: ExactChoices) -> list[str]:
     names += ["step-in-backward"] if exact.in_backward else []
     names += ["activation-offload"] if exact.offload else []
     names += ["state-offload"] if exact.states != "device" else []
-    names += ["fused-rmsnorm", "fused-swiglu"] if uses_fused(recipe) else []
+    names += ["fused-rmsnorm", "fused-swiglu", "fused-rotary"] if uses_fused(recipe) else []
     return names
 
 

@@ -47,6 +47,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "skimp_rms_norm_backward": [_ptr, _ptr, _ptr, _ptr, _ptr, _ptr, _i64, _i64, _i32],
     "skimp_swiglu": [_ptr, _ptr, _ptr, _i64, _i32],
     "skimp_swiglu_backward": [_ptr, _ptr, _ptr, _ptr, _ptr, _i64, _i32],
+    "skimp_rotary": [_ptr, _ptr, _ptr, _ptr, _i64, _i64, _i64, _i64, _i64, _ptr, _i32, _i32],
     "skimp_adamw_bf16": [_ptr, _ptr, _ptr, _i32, _ptr, _ptr, _i32, _i64, _i64, _i64, _i64, _i32],
 }
 
@@ -241,6 +242,16 @@ def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Te
     _library().skimp_swiglu_backward(
         dy.data_ptr(), gate.data_ptr(), up.data_ptr(), dgate.data_ptr(), dup.data_ptr(), gate.numel(),
         torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def rotary(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
+    """Rotate `x` (rows, heads, seq, dim) into `y`, both with a dense last dimension; angles (1 or rows, seq, dim)."""
+    rows, heads, seq, dim = x.shape
+    strides = (ctypes.c_int64 * 6)(*x.stride()[:3], *y.stride()[:3])
+    _library().skimp_rotary(
+        x.data_ptr(), y.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, heads, seq, dim,
+        seq * dim if cos.shape[0] > 1 else 0, ctypes.addressof(strides), int(inverse), torch.get_num_threads(),
     )  # fmt: skip
 
 

@@ -545,3 +545,50 @@ void skimp_swiglu_backward(const float *dy, const float *gate, const float *up, 
     glu_t job = {.gate = gate, .up = up, .dy = dy, .dgate = dgate, .dup = dup, .n = n};
     fan_out(swiglu_backward, &job, (n + BLOCK - 1) / BLOCK, threads);
 }
+
+/* Rotation of halves by position: y1 = x1 c1 - x2 s1, y2 = x2 c2 + x1 s2; `inverse` is its transpose, the gradient.
+ * Two roundings a product and sum, as the plain form makes them: bit-equal to it. */
+typedef struct {
+    const float *x, *cos, *sin;
+    float *y;
+    int64_t seq, heads, dim, angles, x_row, x_head, x_pos, y_row, y_head, y_pos;
+    int inverse;
+} rotary_t;
+
+static void rotary_work(const void *raw, int64_t first, int64_t last)
+{
+    const rotary_t *job = raw;
+    int64_t half = job->dim / 2;
+    for (int64_t item = first; item < last; item++) {
+        int64_t row = item / job->seq, pos = item % job->seq;
+        const float *restrict c = job->cos + row * job->angles + pos * job->dim;
+        const float *restrict s = job->sin + row * job->angles + pos * job->dim;
+        for (int64_t head = 0; head < job->heads; head++) {
+            const float *restrict x = job->x + row * job->x_row + head * job->x_head + pos * job->x_pos;
+            float *restrict y = job->y + row * job->y_row + head * job->y_head + pos * job->y_pos;
+            if (job->inverse) {
+                for (int64_t i = 0; i < half; i++) {
+                    float a = x[i], b = x[half + i];
+                    y[i] = a * c[i] + b * s[half + i];
+                    y[half + i] = b * c[half + i] - a * s[i];
+                }
+            } else {
+                for (int64_t i = 0; i < half; i++) {
+                    float a = x[i], b = x[half + i];
+                    y[i] = a * c[i] - b * s[i];
+                    y[half + i] = b * c[half + i] + a * s[half + i];
+                }
+            }
+        }
+    }
+}
+
+/* strides: of x then of y, each over rows, heads, positions; `angles`: of cos and sin over rows, 0 when all share. */
+void skimp_rotary(const float *x, float *y, const float *cos, const float *sin, int64_t rows, int64_t heads,
+                  int64_t seq, int64_t dim, int64_t angles, const int64_t *strides, int inverse, int threads)
+{
+    rotary_t job = {.x = x, .cos = cos, .sin = sin, .y = y, .seq = seq, .heads = heads, .dim = dim, .angles = angles,
+                    .x_row = strides[0], .x_head = strides[1], .x_pos = strides[2], .y_row = strides[3],
+                    .y_head = strides[4], .y_pos = strides[5], .inverse = inverse};
+    fan_out_items(rotary_work, &job, rows * seq, heads * dim, threads);
+}
