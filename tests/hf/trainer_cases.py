@@ -35,6 +35,7 @@ class Case:
             `than` does not move all of them (bfloat16 rounded to nearest).
         norms: whether gradient norms are compared too.
         lora: whose additions train in the model's place: "skimp", "peft", or nobody's.
+        layers: how the blocks that train are drawn, one of three for two steps, then another; empty: all train.
         saves: bytes of the peak that `attach` must save, or None.
         data: "rows" of one length, "padded" on the right, or "packed".
     """
@@ -50,6 +51,7 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     lora: str = ""
+    layers: str = ""
     norms: bool = True
 
 
@@ -98,6 +100,11 @@ CASES: dict[str, Case] = {
     "all": Case((), ALL, than="masked", data="packed", saves=2_000_000, **ORDER),
     "all-8-bit": Case((), ALL, rule="adamw8bit", than="masked", data="packed", loss=2e-5, weight=3e-2,
                       saves=4_000_000),
+    # Fewer numbers are trained: the first loss is the same, then they part.
+    **{
+        name: Case((name,), layers=name, loss=5e-2, weight=None, norms=False, saves=500_000)
+        for name in ("lisa", "owlore", "badam")
+    },
     # Another model is trained: the first loss is the same, then they part.
     "lora": Case(("lora",), {"positions": True}, lora="skimp", loss=2e-2, weight=None, norms=False, saves=1_000_000),
     "lora-lean": Case(("lora",), {**LEAN, "fused": True, "step_in_backward": True}, than="lora", lora="skimp",
@@ -257,6 +264,20 @@ def trl_trainer(case: Case, model: Any, folder: str) -> Any:
     )
 
 
+def sampled(name: str, model: Any, batch: dict[str, torch.Tensor]) -> Any:
+    """The callback of a way to draw blocks."""
+    from skimp.hf import SampledLayers
+    from skimp.steps import Ordered, Systematic, Uniform, outlier_scores
+
+    if name == "badam":
+        return SampledLayers(Ordered(0, 3, 1), every=2)
+    if name == "lisa":
+        return SampledLayers(Uniform(0, 3, 1), every=2)
+    blocks = [f"model.layers.{i}" for i in range(3)]
+    scores = outlier_scores(model, blocks, lambda b: model(input_ids=b["input_ids"]), [batch], threshold=3.0)
+    return SampledLayers(Systematic(0, tuple(scores), 1), every=2)
+
+
 def measured(name: str) -> bool:
     """Whether a case's peak is asked for: tracking costs time."""
     return CASES[name].saves is not None or any(c.than == name and c.saves is not None for c in CASES.values())
@@ -273,6 +294,8 @@ def run(name: str, make: Any) -> dict[str, Any]:
     before = {n: p.detach().clone() for n, p in trained.items()}
     with tempfile.TemporaryDirectory() as folder:
         trainer = make(case, model, folder)
+        if case.layers:
+            trainer.add_callback(sampled(case.layers, model, pad(raw(case)[:2])))
         if case.attach:
             attach(trainer, **case.attach)
         tracker = Tracker()
@@ -298,7 +321,13 @@ def check(name: str, found: dict[str, Any], base: dict[str, Any]) -> None:
             # A norm feels every rounding of every gradient: 1,000 times as much as the mean loss.
             bound = case.loss if key == "losses" else min(1e-1, 1e3 * case.loss)
             assert abs(a - b) <= bound * abs(b), (key, a, b)
+    if case.layers:
+        still = {key for key, after in found["after"].items() if torch.equal(after, found["before"][key])}
+        assert 0 < len(still) < len(found["after"])
+        assert all(".layers." in key for key in still)
     for key, after in found["after"].items():
+        if case.layers:
+            continue
         if case.weight is None:
             assert not torch.equal(after, found["before"][key]), key
             continue
