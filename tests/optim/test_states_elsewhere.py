@@ -23,6 +23,9 @@ from skimp.optim.base import UpdateRule
 
 RULES = [name for name, f in methods().items() if f.kind == "update rule" and "state-offload" not in f.conflicts]
 
+#: Ranks at which something is saved on matrices this small.
+OPTIONS: dict[str, dict[str, Any]] = {"galore8bit": {"rank": 8}, "q-galore": {"rank": 8}}
+
 
 def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(seed)
@@ -48,7 +51,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def made(name: str, net: nn.Module) -> UpdateRule:
     groups = role_groups(net.named_parameters(), 0.01, roles(net))
-    found: UpdateRule = load(name, "update rule")(groups, lr=1e-3)
+    found: UpdateRule = load(name, "update rule")(groups, lr=1e-3, **OPTIONS.get(name, {}))
     return found
 
 
@@ -63,7 +66,8 @@ def test_every_rule_moves_to_the_same_bits(tmp_path: Path, name: str) -> None:
     steps(two, there, 0, 3)
     assert all(torch.equal(a, b) for a, b in zip(here.parameters(), there.parameters(), strict=True))
     assert same(state(one), state(two))
-    file.assert_effect()
+    if any(region_bytes(list(two.spec_of(p).values())) for p in there.parameters()):
+        file.assert_effect()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from skimp.core.errors import EffectError
 from skimp.core.read import read
 from skimp.core.sharded import local
+from skimp.optim.elsewhere import at_hand
 from skimp.optim.options import lr_of
 
 if TYPE_CHECKING:
@@ -52,7 +53,10 @@ def _should_move(rule: UpdateRule, p: Tensor) -> bool:
     """A non-zero first moment after the step means that a gradient came."""
     state = rule.state[p]
     moment = next((state[key] for key in MOMENTS if key in state), None)
-    return lr_of(rule.group_of(p)) != 0.0 and moment is not None and read(local(moment).count_nonzero(), expect=1.0) > 0
+    if moment is None or lr_of(rule.group_of(p)) == 0.0:
+        return False
+    with at_hand(rule, p):
+        return read(local(moment).count_nonzero(), expect=1.0) > 0
 
 
 def _differ(a: Tensor, b: Tensor) -> bool:

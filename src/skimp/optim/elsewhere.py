@@ -47,7 +47,15 @@ def beside(rule: UpdateRule, p: Tensor, grad: Tensor) -> Iterator[tuple[Tensor, 
         yield p, grad
         return
     with away.open(name):
-        yield away.beside(name, p, grad)
+        own, given = away.beside(name, p, grad)
+        if own is p:
+            yield own, given
+            return
+        rule._where[own] = rule._where[p]  # the rule may ask for its group and name
+        try:
+            yield own, given
+        finally:
+            rule._where.pop(own, None)
         away.returned(name, p)
 
 
