@@ -19,7 +19,7 @@ SHORT := train.steps=3 data.seq_len=128 train.batch_tokens=512 eval.tokens=1024
 
 .DEFAULT_GOAL := help
 .PHONY: help install native train quickstart-short test test-all lint format types docs docs-serve \
-        bench-hf bench-attach bench-lora bench-oracle bench-plan bench-memtracker bench-resident bench-accuracy bench-offload bench-kills bench-faults bench-loggers pictures clean
+        bench-hf bench-attach bench-lora bench-oracle bench-plan bench-memtracker bench-resident bench-accuracy bench-optim bench-offload bench-kills bench-faults bench-loggers pictures clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -110,6 +110,9 @@ bench-resident: install  ## predicted against measured resident memory
 
 bench-accuracy: install  ## plan against c10's events and resident memory, over seventy configurations
 	$(BIN)/python benchmarks/accuracy.py $(ARGS)
+
+bench-optim: $(BENCH) native  ## one optimizer step against torch, bitsandbytes and torchao
+	$(BIN)/python benchmarks/optim_step.py $(ARGS)
 
 bench-offload: install  ## states and activations on disk: memory, time, and the bits of the losses
 	$(BIN)/python benchmarks/offload.py $(ARGS)

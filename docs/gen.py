@@ -173,7 +173,9 @@ def method_page(facts: Facts, known: Mapping[str, Facts]) -> str:
     lines += ["", "## From Python", "", "```python", import_line(facts.where), "```"]
     attached = IN_TRAINER.get(facts.name)
     if facts.kind == "update rule":
-        attached = f"optimizers=({facts.where.partition(':')[2]}(model.named_parameters(), lr=…), None)"
+        roles = any("role_groups" in need for need in facts.needs)
+        given = "role_groups(model.named_parameters(), 0.1, roles(model))" if roles else "model.named_parameters()"
+        attached = f"optimizers=({facts.where.partition(':')[2]}({given}, lr=…), None)"
     elif attached is not None:
         attached = f"attach(trainer, {attached})"
     if attached is not None:

@@ -67,6 +67,7 @@ CASES: dict[str, Case] = {
     "torch": Case((), rule="torch", than=""),
     "plain": Case(("adamw",), than="torch"),
     "8-bit": Case(("adamw8bit", "dynamic8"), rule="adamw8bit", loss=2e-5, weight=3e-2, saves=1_000_000),
+    "4-bit": Case(("adamw4bit", "block4"), rule="adamw4bit", loss=5e-2, weight=None, norms=False, saves=1_000_000),
     "torch-bf16": Case((), rule="torch", than="", dtype=torch.bfloat16),
     "bf16": Case(("adamw-bf16", "bf16"), rule="adamw-bf16", than="torch-bf16", loss=2e-4,
                  weight=None, dtype=torch.bfloat16),
@@ -135,6 +136,7 @@ VARIANTS = {
     "autocast",
     "autocast-fused",
     "lora-8-bit",
+    "4-bit",
     *RULES,
 }
 IN_TRL = [name for name in CASES if name not in VARIANTS]
@@ -192,7 +194,11 @@ def rule_of(name: str, model: Any) -> torch.optim.Optimizer:
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     if name == "torch":
         return torch.optim.AdamW([p for _, p in named], lr=1e-3, weight_decay=0.01, fused=True)
-    rule: torch.optim.Optimizer = load(name, "update rule")(named, lr=1e-3, weight_decay=0.01)
+    from skimp.optim import role_groups, roles
+
+    make = load(name, "update rule")
+    groups = role_groups(named, 0.01, roles(model)) if make.by_role else named
+    rule: torch.optim.Optimizer = make(groups, lr=1e-3, weight_decay=0.01)
     return rule
 
 
