@@ -19,7 +19,7 @@ SHORT := train.steps=3 data.seq_len=128 train.batch_tokens=512 eval.tokens=1024
 
 .DEFAULT_GOAL := help
 .PHONY: help install native train quickstart-short test test-all lint format types docs docs-serve \
-        bench-hf bench-attach bench-lora bench-oracle bench-plan bench-memtracker bench-resident bench-accuracy bench-optim bench-offload bench-kills bench-faults bench-loggers pictures clean
+        bench-hf bench-attach bench-lora bench-galore bench-oracle bench-plan bench-memtracker bench-resident bench-accuracy bench-optim bench-offload bench-kills bench-faults bench-loggers pictures clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -89,6 +89,11 @@ bench-hf: $(BENCH) native  ## skimp against Hugging Face Trainer, side by side
 
 bench-attach: $(STAMP) native  ## skimp's techniques inside Hugging Face Trainer, rung by rung
 	$(BIN)/python benchmarks/attach.py $(ARGS)
+
+bench-galore: $(BENCH) native  ## low-rank gradients against galore-torch, on recorded gradients (a quarter of an hour)
+	$(BIN)/python benchmarks/galore.py record
+	$(BIN)/python benchmarks/galore.py time
+	$(BIN)/python benchmarks/galore.py losses
 
 bench-lora: $(BENCH) native  ## LoRA in skimp against PEFT and Trainer, side by side
 	$(BIN)/python benchmarks/lora.py $(ARGS)

