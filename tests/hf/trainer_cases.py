@@ -36,6 +36,7 @@ class Case:
         norms: whether gradient norms are compared too.
         lora: whose additions train in the model's place: "skimp", "peft", or nobody's.
         layers: how the blocks that train are drawn, one of three for two steps, then another; empty: all train.
+        away: what waits on disk, "activations" or "states", or nothing.
         saves: bytes of the peak that `attach` must save, or None.
         data: "rows" of one length, "padded" on the right, or "packed".
     """
@@ -53,6 +54,7 @@ class Case:
     lora: str = ""
     layers: str = ""
     norms: bool = True
+    away: str = ""
 
 
 ALL = {"recompute": "all", "fused": True, "chunked_loss": True, "documents": True, "step_in_backward": True}
@@ -82,6 +84,8 @@ CASES: dict[str, Case] = {
     "whole": Case((), than="", data="padded"),
     "recompute": Case(("recompute",), {"recompute": "all"}, saves=1_000_000),
     "recompute-some": Case(("recompute",), {"recompute": (0, 2)}, saves=500_000),
+    "activation-offload": Case(("activation-offload",), away="activations", saves=300_000),
+    "state-offload": Case(("state-offload",), away="states", saves=1_000_000),
     "fused": Case(("fused-rmsnorm", "fused-swiglu", "fused-rotary"), {"fused": True}, saves=400_000, **ORDER),
     "autocast": Case((), than="", arguments={"bf16": True}),
     # The plain norm rounds to bfloat16 before its weight and after, the fused one after only.
@@ -284,6 +288,18 @@ def sampled(name: str, model: Any, batch: dict[str, torch.Tensor]) -> Any:
     return SampledLayers(Systematic(0, tuple(scores), 1), every=2)
 
 
+def put_away(case: Case, model: Any, trainer: Any, folder: str) -> None:
+    """What waits on disk, as in any loop: the blocks wrapped, or the rule told where its states live."""
+    from skimp.activations import Offload
+    from skimp.core.disk import DiskTier
+    from skimp.core.state_file import StateFile
+
+    if case.away == "activations":
+        Offload(model, [f"model.layers.{i}" for i in range(3)], range(3), DiskTier(Path(folder) / "away"))
+    if case.away == "states":
+        trainer.optimizer.keep_states(StateFile(Path(folder) / "away"))
+
+
 def measured(name: str) -> bool:
     """Whether a case's peak is asked for: tracking costs time."""
     return CASES[name].saves is not None or any(c.than == name and c.saves is not None for c in CASES.values())
@@ -302,6 +318,7 @@ def run(name: str, make: Any) -> dict[str, Any]:
         trainer = make(case, model, folder)
         if case.layers:
             trainer.add_callback(sampled(case.layers, model, pad(raw(case)[:2])))
+        put_away(case, model, trainer, folder)
         if case.attach:
             attach(trainer, **case.attach)
         tracker = Tracker()

@@ -17,6 +17,7 @@ from skimp.plan.offloading import OffloadingSearch
 from skimp.plan.places import POOL_ROOM, RETURN_COST, Places, budgets, places
 from skimp.plan.plan import Alternative, Plan
 from skimp.plan.search import Candidate, Search
+from skimp.plan.sharded import one_card
 from skimp.run.skeleton import dropout_of
 
 #: Share of a card's peak rates that training reaches: products about half, copies about four fifths.
@@ -48,14 +49,16 @@ def make_plan(
         text_bytes: of the text as tokens on disk, where it is ready.
     """
     where = where or places(recipe, config, gpu, memory, text_bytes)
+    recipe = one_card(recipe, where.count)
     blocks = int(config[layers_of(config)])
     target = "cpu" if where.on_cpu else "cuda"
     rates = device_rates(where, recipe.precision)
-    search = OffloadingSearch(recipe, config, blocks, budgets(where, recipe), rates, target)
+    search = OffloadingSearch(recipe, config, blocks, budgets(where, recipe), rates, target, where.count)
     profile, found, seconds = search.best()
     peak = _compared(where, profile.peak_bytes, profile.exact.malloc)
     disk = _disk(recipe, profile.kept_bytes) + where.text_bytes + profile.away.get("disk", 0)
-    host = profile.away.get("host", 0) + (0 if where.on_cpu else where.baseline)
+    # One process a card, on one machine: its host memory holds them all.
+    host = where.count * (profile.away.get("host", 0) + (0 if where.on_cpu else where.baseline))
     fits = peak <= where.device_budget and disk <= where.disk and (where.on_cpu or host <= where.host)
     others = [c for c in _undominated(found, where) if c.exact != profile.exact][:ALTERNATIVES]
     alternatives = [_alternative(c, where, blocks, recipe.rows_per_step) for c in others]
@@ -80,7 +83,7 @@ def make_plan(
         rows=recipe.rows_per_step,
         notes=tuple(_notes(recipe, config, where, search)),
         rates=rates.source,
-        tokens=recipe.train.batch_tokens,
+        tokens=where.count * recipe.train.batch_tokens,
     )
 
 
@@ -185,6 +188,13 @@ def _alternative(candidate: Candidate, where: Places, blocks: int, rows: int) ->
 
 def _notes(recipe: Any, config: dict[str, Any], where: Places, search: Search) -> list[str]:
     notes = []
+    if where.count > 1:
+        notes.append(
+            f"{where.count} cards by formula, not simulated together: each takes {recipe.rows_per_step} of "
+            f"{where.count * recipe.rows_per_step} rows; weights, gradients and states are sharded (ZeRO-3, FSDP2), "
+            "two units of weights and one of gradients are whole at a time; links as PCIe 4.0; this version trains on "
+            "none of them"
+        )
     dropout = dropout_of(config)
     if dropout:
         notes.append("dropout of the config set to 0: " + ", ".join(f"{k}={v:g}" for k, v in dropout.items()))

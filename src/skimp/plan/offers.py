@@ -68,7 +68,7 @@ def offers(
         if "adapter" in change and any(a.fits and "adapter=lora" in a.overrides for a in found):
             continue  # the base may keep its precision
         allowed = budgets(where, changed)
-        best = smallest(Search(changed, config, blocks, allowed, rates, target))
+        best = smallest(Search(changed, config, blocks, allowed, rates, target, where.count))
         peak = min(where.resident_peak(best[0], p) for p in allowed) if where.on_cpu else best[0]
         typed = tuple(o.replace("HALF", str(recipe.data.seq_len // 2)) for o in overrides)
         found.append(Alternative(label, peak, best[1], peak <= where.device_budget, False, typed))

@@ -212,6 +212,7 @@ class OffloadingSearch(Search):
             self.config,
             rates=self.rates,
             target=self.target,
+            cards=self.cards,
             steps=1,
             blocks=blocks,
             micro_batches=2,

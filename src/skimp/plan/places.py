@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from skimp.core.errors import RecipeError
 from skimp.core.memory.process import Policy, malloc_policy, resident
 from skimp.core.memory.warm import warm_baseline
 from skimp.core.units import format_bytes
@@ -53,6 +52,7 @@ class Places:
             larger machine, a run is not.
         seen: what earlier runs on this machine took; what they took above the rule is added to it.
         near: on a CPU the nearest existing folder to where offloaded tensors would go.
+        count: cards of this kind, each with these budgets; a plan for several shards by formula (`plan.sharded`).
         text_bytes: of the text as tokens on disk, where it is ready and the recipe names a disk budget.
     """
 
@@ -67,6 +67,7 @@ class Places:
     seen: Seen = field(default_factory=Seen)
     near: str = ""
     text_bytes: int = 0
+    count: int = 1
 
     @property
     def on_cpu(self) -> bool:
@@ -137,7 +138,7 @@ def places(
             and not against what is free.
 
     Raises:
-        RecipeError: an unknown card, or more than one: sharding is not planned yet.
+        RecipeError: an unknown card.
     """
     from skimp.recipe import host_budget, resolve_gpu
 
@@ -162,17 +163,12 @@ def places(
             text_bytes=text_bytes if recipe.budget.disk else 0,
         )
     cards = resolve_gpu("24GB" if device == "cuda" else device)
-    if cards.count > 1:
-        raise RecipeError(
-            f"device '{device}'",
-            f"{cards.count} cards",
-            "a plan shards nothing yet; each card would hold it all",
-            f"plan for one: --gpu {cards.card.name}",
-        )
     usable = cards.card.budget_bytes
     limit = min(usable, memory or recipe.budget.device or usable)
     host = min(recipe.budget.host or here.bytes, here.bytes)
-    return Places(cards.card.name, limit, host, disk, baseline, (cards.card.basis, here.why), cards.card)
+    name = cards.card.name if cards.count == 1 else f"{cards.count} x {cards.card.name}"
+    why = (cards.card.basis, here.why)
+    return Places(name, limit, host, disk, baseline, why, cards.card, count=cards.count)
 
 
 def measure_baseline(recipe: Any, config: dict[str, Any]) -> int:

@@ -53,6 +53,7 @@ class Search:
         budgets: tracked bytes that fit under each allocator policy on offer, and the time of a step under it against
             the fastest.
         rates, target: the device's.
+        cards: how many the run is sharded over, by formula; the recipe is one card's.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class Search:
         budgets: Mapping[Policy, tuple[int, float]],
         rates: Rates,
         target: str,
+        cards: int = 1,
     ) -> None:
+        self.cards = cards
         self.recipe, self.config, self.blocks, self.budgets = recipe, config, blocks, budgets
         self.rates, self.target = rates, target
         self.few = for_few_blocks(recipe, config)
@@ -83,6 +86,7 @@ class Search:
                 self.config,
                 rates=self.rates,
                 target=self.target,
+                cards=self.cards,
                 steps=1,
                 blocks=blocks,
                 micro_batches=2,
@@ -238,6 +242,7 @@ class Search:
             self.config,
             rates=self.rates,
             target=self.target,
+            cards=self.cards,
             steps=steps,
             micro_batches=2,
             short=short,

@@ -27,8 +27,9 @@ from skimp.core.structure import layers_of
 from skimp.plan import transfers
 from skimp.plan.cost import CostMeter, Rates
 from skimp.plan.profile import MemoryProfile
+from skimp.plan.sharded import largest_unit, sharded
 from skimp.run import offloaded
-from skimp.run.build import Run, build
+from skimp.run.build import DTYPES, Run, build
 
 UNKNOWN_RATES = Rates(1e11, 1e10, "unknown device")
 
@@ -48,6 +49,7 @@ def simulate(
     short: bool = False,
     evaluate: bool | None = None,
     trace: Trace | None = None,
+    cards: int = 1,
 ) -> MemoryProfile:
     """Peaks and seconds of training with these choices.
 
@@ -63,6 +65,7 @@ def simulate(
             nothing for backward, is left out.
         evaluate: simulate an evaluation batch too; None: unless `short`.
         trace: write every allocation and release into it, those before the first step included.
+        cards: shard what the step holds over so many, by formula (`plan.sharded`); the recipe is one card's.
         documents: boundaries of every row; None takes the costliest packing, one document and one token.
     """
     if blocks is not None:
@@ -116,7 +119,7 @@ def simulate(
     run.close()
     trained = run.delivery.parameters
     weights = trained if run.adapter is not None else dict(run.parameters())
-    return MemoryProfile(
+    profile = MemoryProfile(
         exact,
         peak,
         resting,
@@ -132,6 +135,9 @@ def simulate(
         drawn,
         away={str(place): size for place, size in held.items()},
     )
+    here = int(config[layers_of(config)])
+    itemsize = DTYPES[recipe.precision].itemsize
+    return sharded(profile, cards, largest_unit(config, profile.parameters, here, itemsize))
 
 
 def _away_seconds(
