@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 STEPS, ROWS, SEQ, VOCAB, WIDTH = 3, 4, 16, 131, 40
 RULES = {"adamw": torch.float32, "adamw-bf16": torch.bfloat16, "adamw8bit": torch.float32, "adamw8bit-bf16": None}
-RULES |= {"lion": torch.float32, "lion-bf16": torch.bfloat16}
+RULES |= {"lion": torch.float32, "lion-bf16": torch.bfloat16, "adamw4bit": torch.float32, "spam": torch.float32}
 
 
 class Odd(nn.Module):
@@ -47,7 +47,8 @@ def make(rule: str, shard: Callable[[nn.Module], None]) -> tuple[nn.Module, Any]
     net = Odd().to(RULES[rule] or torch.bfloat16)
     shard(net)
     make_rule = load(rule if rule == "adamw-bf16" else rule.removesuffix("-bf16"), "update rule")
-    return net, make_rule(decay_groups(net.named_parameters(), 0.1), lr=1e-2)
+    options = {"every": 3, "warmup": 1, "after": 1} if rule == "spam" else {}
+    return net, make_rule(decay_groups(net.named_parameters(), 0.1), lr=1e-2, **options)
 
 
 def batch(step: int) -> Tensor:

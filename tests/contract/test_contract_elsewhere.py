@@ -160,6 +160,8 @@ def alone() -> Callable[[str], dict[str, Any]]:
 #: torch's fused AdamW takes what is left of a vector register with other instructions (no fused multiply-add): the
 #: last numbers of a part of 20 may differ by an ulp from the same numbers in the middle of 40.
 TAILS = {"block.0.weight", "block.0.bias", "block.3.bias", "head.bias"}
+#: Rules whose states are blocks.
+CODED = ("adamw8bit", "adamw4bit")
 #: Parameters whose second shard begins in the middle of one of the blocks of the whole (66 rows of 40 numbers), or
 #: that are small and follow one of those in `TAILS`.
 CUT_BLOCKS = {"embedding.weight", "head.weight"}
@@ -169,14 +171,15 @@ CUT_BLOCKS = {"embedding.weight", "head.weight"}
 def test_two_processes_of_fsdp2_equal_one(sharded: Any, alone: Any, rule: str) -> None:
     """Same gradients, so the same weights: to the bit, but for tails of vectors and blocks that are cut otherwise."""
     one, two = alone(rule), sharded[0][rule]
-    after = "two" if rule.startswith("adamw8bit") else "three"  # the third step sees the weights that differ
+    after = "two" if rule.startswith(CODED) else "three"  # the third step sees the weights that differ
     assert one[after].keys() == two[after].keys()
     for name, weight in one[after].items():
         moved = (weight - one["start"][name]).float().norm()
         assert moved > 0
-        if rule.startswith("adamw8bit") and name in CUT_BLOCKS:
+        if rule.startswith(CODED) and name in CUT_BLOCKS:
             assert not torch.equal(two[after][name], weight)
-            assert (two[after][name] - weight).float().norm() < 0.02 * moved
+            bound = 0.25 if rule == "adamw4bit" else 0.02  # noise and blocks of 128 lie elsewhere
+            assert (two[after][name] - weight).float().norm() < bound * moved
         elif name in TAILS and not rule.endswith("bf16"):
             torch.testing.assert_close(two[after][name], weight, rtol=2e-7, atol=2e-9)
         else:
@@ -188,10 +191,10 @@ def test_fsdp2_with_clipping_equals_one_process(sharded: Any, alone: Any, rule: 
     """The norm is summed in another order, and Adam divides by gradients that differ in the last bit."""
     one, two = alone(rule), sharded[0][rule]
     assert min(one["norms"]) > 20 * 0.05  # every step is clipped
-    assert two["norms"] == pytest.approx(one["norms"], rel=2e-3 if rule.startswith("adamw8bit") else 5e-7)
+    assert two["norms"] == pytest.approx(one["norms"], rel=2e-2 if rule.startswith(CODED) else 5e-7)
     for name, weight in one["clipped"].items():
         moved = (weight - one["start"][name]).float().norm()
-        bound = 0.05 if rule.startswith("adamw8bit") else 1e-5
+        bound = 0.4 if rule == "adamw4bit" else 0.05 if rule.startswith("adamw8bit") else 1e-5
         assert (two["clipped"][name] - weight).float().norm() < bound * moved, name
 
 

@@ -13,8 +13,10 @@ import torch
 
 from skimp.core.errors import SkimpError
 from skimp.core.forms import reference_only
+from skimp.core.registry import load
 from skimp.core.sharded import Part, beside, largest_part, local, part_of, zeros_beside
-from skimp.optim import AdamW8bit, AdamWBF16
+from skimp.optim import AdamMini, AdamW8bit, AdamWBF16
+from skimp.optim.adamw4bit_step import adamw4bit
 from skimp.optim.adamw8bit_step import adamw8bit
 from skimp.optim.adamw_bf16_step import adamw_bf16
 
@@ -151,3 +153,60 @@ def test_parameters_put_into_the_groups_by_others_keep_their_names() -> None:
     assert [name for name, key, _ in rule.named_state() if key == "step"] == ["w"]
     assert [row.parameter for row in rule.table()] == ["w"]
     assert float(new.detach().mean()) < 1.0
+
+
+HIDDEN = {"role": "up", "columns": False, "head_dim": 0}
+
+
+@pytest.mark.parametrize("name", ["muon", "dion", "adafactor", "came", "stable-spam"])
+def test_what_is_updated_as_a_whole_refuses_a_shard_and_takes_a_copy(second_of_four: None, name: str) -> None:
+    """A shard would be another rule; a replicated parameter is whole on every process."""
+    tensors = importlib.import_module("torch.distributed.tensor")
+    mesh = torch.distributed.init_device_mesh("cpu", (4,))
+    make = load(name, "update rule")
+
+    def stepped(placement: Any) -> None:
+        p = torch.nn.Parameter(tensors.distribute_tensor(torch.randn(8, 12), mesh, [placement]))
+        rule = make([{"params": [("w", p)], **HIDDEN}], lr=0.1)
+        p.grad = tensors.distribute_tensor(torch.ones(8, 12), mesh, [placement])
+        before = local(p).clone()
+        rule.step()
+        assert not torch.equal(local(p), before)
+
+    stepped(tensors.Replicate())
+    with pytest.raises(SkimpError, match="a function of the whole tensor"):
+        stepped(tensors.Shard(0))
+
+
+def test_adam_mini_takes_shards_of_whole_blocks(second_of_four: None) -> None:
+    tensors = importlib.import_module("torch.distributed.tensor")
+    mesh = torch.distributed.init_device_mesh("cpu", (4,))
+
+    def stepped(role: str, head_dim: int, placement: Any) -> tuple[int, ...]:
+        p = torch.nn.Parameter(tensors.distribute_tensor(torch.randn(64, 12), mesh, [placement]))
+        rule = AdamMini([{"params": [("w", p)], "role": role, "columns": False, "head_dim": head_dim}], lr=0.1)
+        p.grad = tensors.distribute_tensor(torch.ones(64, 12), mesh, [placement])
+        rule.step()
+        return tuple(local(rule.state[p]["v"]).shape)
+
+    assert stepped("v", 16, tensors.Shard(0)) == (16,)
+    assert stepped("q", 16, tensors.Shard(0)) == (1,)
+    for wrong in (("q", 32, tensors.Shard(0)), ("v", 16, tensors.Shard(1))):
+        with pytest.raises(SkimpError, match="a function of the whole tensor"):
+            stepped(*wrong)
+
+
+def test_parts_at_block_borders_equal_the_whole_with_4_bit_states() -> None:
+    n, cut = 1301, 768
+    g = torch.randn(n)
+    codes = [torch.randint(0, 256, (704,), dtype=torch.uint8) for _ in range(2)]
+    maxima = [torch.rand(11) for _ in range(2)]
+    whole = [torch.randn(n).to(torch.bfloat16), codes[0], maxima[0], codes[1], maxima[1]]
+    parts = [t.clone() for t in whole]
+    adamw4bit(whole[0], g, *whole[1:], *OPTIONS)
+    for start, stop in ((0, cut), (cut, n)):
+        numbers, bytes_ = slice(start, stop), slice(start // 2, -(-stop // 128) * 64)
+        blocks = slice(start // 128, -(-stop // 128))
+        p, m, m_max, v, v_max = (t[{n: numbers, 704: bytes_, 11: blocks}[t.numel()]] for t in parts)
+        adamw4bit(p, g[numbers], m, m_max, v, v_max, *OPTIONS, start)
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))

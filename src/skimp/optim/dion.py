@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from skimp.core.noise import normal
-from skimp.core.sharded import Part
+from skimp.core.sharded import Part, local
 from skimp.optim.adam_mini import check_role
 from skimp.optim.adamw import fused_adamw_
 from skimp.optim.adamw_bf16 import rounded_adamw_
@@ -101,7 +101,7 @@ class Dion(UpdateRule):
         fresh = "step" not in self.state[p]
         state = super().init_state(p)
         if fresh and self.hidden(p):
-            seed, q = self.group_of(p)["seed"], state["q"]
+            seed, q = self.group_of(p)["seed"], local(state["q"])
             with torch.no_grad():
                 q.copy_(normal(seed, f"{self.name_of(p)}.q", 0, q.numel(), device=q.device).view(q.shape))
         return state
