@@ -202,6 +202,11 @@ FAMILY = {
         "frugal": "rank: 8, refresh: 2",
     }.items()
 }
+#: Micro-batches added up as projected, each gradient freed at once.
+TECHNIQUES["galore-adds-up"] = Technique({"in_backward": True, "micro_rows": 1}, (FAMILY["galore"], "train.clip=null"))
+TECHNIQUES["grass-adds-up"] = Technique(
+    {"in_backward": True, "micro_rows": 3}, (FAMILY["grass"], "train.clip=null", "precision=bf16")
+)
 for _rule, _override in FAMILY.items():
     TECHNIQUES[_rule] = Technique(overrides=(_override,))
     TECHNIQUES[f"{_rule}-in-backward"] = Technique({"in_backward": True}, (_override,), base=_rule)

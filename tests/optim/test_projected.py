@@ -412,3 +412,38 @@ def test_a_step_allocates_no_second_matrix(monkeypatch: pytest.MonkeyPatch) -> N
         rule.step_parameter(p, g)
     assert tracker.peak.total - start < 4 * (4 * 4 * 160) < p.numel() * 4
     assert Subspace.saves
+
+
+@pytest.mark.parametrize("name", ["galore", "galore8bit", "galore2", "q-galore", "natural", "grass"])
+def test_micro_batches_add_up_to_the_step_of_their_sum(name: str) -> None:
+    """The projection is linear: between changes of basis the parts give what the whole gives, to rounding."""
+    one, two = made(name, torch.float32, refresh=100), made(name, torch.float32, refresh=100)
+    assert two[1].adds_up
+    for step in range(4):
+        for key, (p, q) in {k: (one[0][k], two[0][k]) for k in one[0]}.items():
+            parts = [gradient(p, key, 10 * step + i) for i in range(3)] if step else [gradient(p, key, 0)]
+            one[1].step_parameter(p, torch.stack(parts).sum(0))
+            for part in parts:
+                two[1].add_gradient(q, part)
+            two[1].step_added(q)
+    for key, p in one[0].items():
+        torch.testing.assert_close(two[0][key], p, rtol=1e-4, atol=2e-5 if name == "natural" else 2e-6)
+    assert not two[1]._added
+    assert two[1].state[two[0]["wide"]]["step"] == 4
+
+
+def test_what_is_added_up_is_small_and_can_be_dropped() -> None:
+    model, rule = made("galore")
+    p = model["wide"]
+    assert rule.add_gradient(p, gradient(p, "w", 0)).shape == (4, 31)
+    held = rule.add_gradient(p, gradient(p, "w", 1))
+    torch.testing.assert_close(held, rule.state[p]["P"].t() @ (gradient(p, "w", 0) + gradient(p, "w", 1)))
+    rule.drop_added()
+    assert rule.state[p]["step"] == 0
+    assert rule.state[p]["refreshed"] == 1
+    bad = gradient(p, "w", 2)
+    bad[0, 0] = float("nan")
+    other = made("galore")[1]
+    with pytest.raises(NonFiniteError, match="'wide'"):
+        other.add_gradient(next(iter(other.parameters())), bad)
+    assert next(iter(other.state.values()))["step"] == 0

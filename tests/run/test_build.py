@@ -116,3 +116,19 @@ def test_small_tensors_that_rest_are_counted_once_and_by_their_storage(adapter: 
     assert large
     assert resting_below(run, 0) == 0
     run.close()
+
+
+def test_rules_that_add_up_take_micro_batches_in_backward_without_a_clip() -> None:
+    """Between them: a rule that does not, a clip whose norm nobody knows, and one that works."""
+    exact = ExactChoices(1, in_backward=True)
+    with pytest.raises(ConflictError, match=r"exact\.in_backward=true[\s\S]*freed before the next"):
+        make("llama", "train.clip=null", exact=exact)
+    rule = "optimizer={name: galore, rank: 4}"
+    with pytest.raises(
+        ConflictError, match=r"train\.clip=1 with[\s\S]*whole gradients, which never exist[\s\S]*clip=null"
+    ):
+        make("llama", rule, exact=exact)
+    run = make("llama", rule, "train.clip=null", exact=exact)
+    assert run.delivery.micro_batches == 2
+    with pytest.raises(ConflictError, match="freed before the next"):
+        make("llama", "optimizer={name: fira, rank: 4}", "train.clip=null", exact=exact)

@@ -38,6 +38,22 @@ class OneByOne(Protocol):
     def step_parameter(self, parameter: Tensor, grad: Tensor | None = None) -> None: ...
 
 
+class AddsUp(OneByOne, Protocol):
+    """What a rule offers that can add up the micro-batches of a step in less than their gradients' bytes."""
+
+    def add_gradient(self, parameter: Tensor, grad: Tensor) -> Tensor:
+        """Keep what the step needs of one micro-batch's gradient; returns the sum so far, in the rule's own form."""
+        ...
+
+    def step_added(self, parameter: Tensor) -> None:
+        """Update with what was added."""
+        ...
+
+    def drop_added(self) -> None:
+        """Forget what was added: the step broke off."""
+        ...
+
+
 @dataclass(frozen=True)
 class Delivered:
     """What one optimizer step saw: the global norm before clipping, and the factor applied to every gradient."""
@@ -210,6 +226,13 @@ class InBackward(Delivery):
 
     One micro-batch a step: a gradient that is still to be added to cannot be final. One update per parameter and
     step is asserted. With `clip`, pass 0 measures the norm and pass 1 updates.
+
+    A rule that `AddsUp` takes several micro-batches: each gradient is given to it and freed, and the last moves the
+    parameter. The norm is then that of the sums as the rule keeps them, and there is no clipping: the norm of the whole
+    gradients is one of tensors that never exist.
+
+    Args:
+        micro_batches: of a step; each parameter gets one gradient from each.
     """
 
     def __init__(
@@ -218,8 +241,11 @@ class InBackward(Delivery):
         rule: OneByOne,
         clip: float | None,
         sinks: Iterable[str] = (),
+        micro_batches: int = 1,
     ) -> None:
         super().__init__(parameters, rule, clip, sinks)
+        self.micro_batches = micro_batches
+        self._added: dict[str, int] = {}
         self.passes = 1 if clip is None else 2
         self._norms: dict[str, Tensor] = {}
         self._known: Delivered | None = None
@@ -236,9 +262,29 @@ class InBackward(Delivery):
             assert grad is not None
             classify([grad], "gradients")
             at(name)
-            self._arrive(name, grad)
+            if self.micro_batches == 1:
+                self._arrive(name, grad)
+            else:
+                self._add(name, grad)
 
         return arrived
+
+    def _add(self, name: str, grad: Tensor) -> None:
+        """One of several gradients of a parameter; the last updates it."""
+        rule: Any = self.rule
+        parameter, count = self.parameters[name], self._added.get(name, 0) + 1
+        self._added[name] = count
+        with torch.no_grad():
+            with scope("gradients", "optimizer", name):
+                total = rule.add_gradient(parameter, grad)
+            if count < self.micro_batches:
+                return
+            self._seen.add(name)
+            with scope("workspace"):
+                self._norms[name] = _norm(total)
+            self.midway = True
+            with scope("optimizer", "optimizer", name):
+                rule.step_added(parameter)
 
     def _arrive(self, name: str, grad: Tensor) -> None:
         if name in self._seen:
@@ -264,6 +310,7 @@ class InBackward(Delivery):
     def begin(self, pass_index: int) -> None:
         self._pass = pass_index
         self._seen.clear()
+        self._added.clear()
         if pass_index == 0:
             self._norms.clear()  # of a step that was not ended
             self._known = None
@@ -289,6 +336,10 @@ class InBackward(Delivery):
         super().discard()
         self._norms.clear()
         self._seen.clear()
+        self._added.clear()
+        if self.micro_batches > 1:
+            adding: Any = self.rule
+            adding.drop_added()
 
     def close(self) -> None:
         for hook in self._hooks:

@@ -21,6 +21,7 @@ from skimp.optim.stages import Policy, Projector, Stages
 from skimp.optim.two_sided import TwoSided
 
 Method = Literal["exact", "random"]
+# Micro-batches can be added up (`adds_up`) where the rule needs nothing of a gradient but its projection.
 #: What every preset takes beside its own: the papers' values are those of pre-training.
 COMMON: dict[str, Any] = {
     "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "rank": 0, "refresh": 200, "scale": 0.25
@@ -31,6 +32,7 @@ class GaLore(Projected):
     """GaLore: Adam on Pᵀ·G, P the leading singular vectors of a gradient, anew every `refresh` steps."""
 
     rule: ClassVar[str] = "galore"
+    adds_up: ClassVar[bool] = True
     states: ClassVar[Codec] = "fp32"
 
     def __init__(
@@ -55,6 +57,7 @@ class GaLore2(Projected):
     """GaLore 2: the same rule, its basis by a randomised SVD, warm from the last one."""
 
     rule: ClassVar[str] = "galore2"
+    adds_up: ClassVar[bool] = True
 
     def __init__(
         self, params: Any, *, power: int = 1, warm: bool = True, policy: Policy = "keep", states: Codec = "fp32",
@@ -71,6 +74,7 @@ class QGaLore(Projected):
     """
 
     rule: ClassVar[str] = "q-galore"
+    adds_up: ClassVar[bool] = True
 
     def __init__(
         self, params: Any, *, bits: int = 4, svd: Method = "random", states: Codec = "int8", **options: Any
@@ -96,6 +100,7 @@ class NaturalGaLore(Projected):
     """Natural GaLore: the projected gradient is multiplied by the inverse Fisher of the last `history` before Adam."""
 
     rule: ClassVar[str] = "natural-galore"
+    adds_up: ClassVar[bool] = True
 
     def __init__(
         self, params: Any, *, history: int = 20, damping: float = 1e-3, sides: Literal["one", "both"] = "both",
@@ -111,6 +116,7 @@ class Grass(Projected):
     """Grass: Adam on the r rows of the gradient that matter; the moments begin anew with every selection."""
 
     rule: ClassVar[str] = "grass"
+    adds_up: ClassVar[bool] = True
 
     def __init__(
         self, params: Any, *, rows: How = "top", replace: bool = False, decay_rest: bool = True, states: Codec = "fp32",

@@ -23,6 +23,7 @@ from skimp.core.codecs.bf16 import stochastic_round
 from skimp.core.errors import EffectError, NonFiniteError, SkimpError
 from skimp.core.read import read
 from skimp.core.sharded import Part
+from skimp.optim import elsewhere
 from skimp.optim.chosen import Chosen
 from skimp.optim.options import check_options, lr_of
 from skimp.optim.plain import plain_step
@@ -70,6 +71,7 @@ class Projected(Chosen):
         defaults |= {"refresh": refresh, "scale": scale, "stagger": stagger, "seed": seed, "peak_lr": peak_lr}
         super().__init__(params, defaults)
         self._shift: dict[str, float] = {}
+        self._added: dict[Tensor, Tensor] = {}
         self._check_some()
 
     # ---- one step
@@ -78,34 +80,49 @@ class Projected(Chosen):
         if "since" not in state:
             plain_step(self.rule, p, grad, state, group, part)
             return
-        stages, turned = self.stages, p.shape[0] >= p.shape[1]
-        work = torch.promote_types(p.dtype, torch.float32)
-        g = (grad.t() if turned else grad).to(work)
-        rank = self.rank_of(p)
-        assert rank is not None
-        place = Place(part.name, state["step"], rank, g.shape[0], g.shape[1], group)
-        if stages.feedback:
+        place, g = self._place_of(p, part.name, state["step"]), self._seen(grad)
+        if self.stages.feedback:
             g = g + state["error"]
         lost = self._refresh(g, state, place) if self._due(state, place) else None
-        lr, decay = lr_of(group), 1.0 - lr_of(group) * group["weight_decay"]
+        r = self.stages.projector.project(g, state, place) if state["refreshed"] else None
+        self._write(p, r, g, state, place, part)
+        if lost is not None:
+            state["error"].add_(lost)
+
+    def _place_of(self, p: Tensor, name: str, step: int) -> Place:
+        if p not in self._where:  # a copy beside states that live elsewhere
+            p = next(q for q in self.parameters() if self.name_of(q) == name)
+        rank = self.rank_of(p)
+        assert rank is not None
+        return Place(name, step, rank, min(p.shape), max(p.shape), self.group_of(p))
+
+    @staticmethod
+    def _seen(grad: Tensor) -> Tensor:
+        """The gradient with its shorter side first, in the dtype of the arithmetic."""
+        turned = grad.shape[0] >= grad.shape[1]
+        return (grad.t() if turned else grad).to(torch.promote_types(grad.dtype, torch.float32))
+
+    def _write(
+        self, p: Tensor, r: Tensor | None, g: Tensor | None, state: dict[str, Any], place: Place, part: Part
+    ) -> None:
+        """Move `p` by its projected gradient `r`; None where there is no basis yet, and p only decays."""
+        work, group = torch.promote_types(p.dtype, torch.float32), place.group
+        lr, after = lr_of(group), self.stages.decay_after
+        decay = 1.0 - lr * group["weight_decay"]
         target = p if p.dtype == work else p.to(work)
-        w = target.t() if turned else target
-        if state["refreshed"]:
-            self._move(w, g, state, place, lr, 1.0 if stages.decay_after else decay)
-            if lost is not None:
-                state["error"].add_(lost)
-            if stages.decay_after and decay != 1.0:
-                w.mul_(decay)
-        elif decay != 1.0:  # no gradient yet: a whole parameter's moments would be zero too
+        w = target.t() if p.shape[0] >= p.shape[1] else target
+        if r is not None:
+            self._move(w, r, g, state, place, lr, 1.0 if after else decay)
+        if (after or r is None) and decay != 1.0:  # without a gradient a whole parameter's moments are zero too
             w.mul_(decay)
         if target is not p:
             p.copy_(stochastic_round(target, place.seed, part.address, stream=2 * state["step"]))
 
-    def _move(self, w: Tensor, g: Tensor, state: dict[str, Any], place: Place, lr: float, decay: float) -> None:
-        stages, group = self.stages, place.group
-        projector = stages.projector
+    def _move(
+        self, w: Tensor, r: Tensor, g: Tensor | None, state: dict[str, Any], place: Place, lr: float, decay: float
+    ) -> None:
+        stages, group, projector = self.stages, place.group, self.stages.projector
         state["since"] += 1
-        r = projector.project(g, state, place)
         for transform in stages.transforms:
             r = transform(r, state, place)
         rate = lr * group["scale"] if stages.post is None else 1.0
@@ -113,13 +130,58 @@ class Projected(Chosen):
         if stages.post is None:
             projector.add_(w, n, state, place, decay)
         else:
+            assert g is not None
             delta = stages.post.delta(g, r, n.neg_(), projector, state, place)
             w.mul_(decay).add_(delta, alpha=-lr)
         if stages.feedback:
+            assert g is not None
             torch.sub(g, projector.lift(r, state, place), out=state["error"])
         advance = getattr(projector, "advance", None)
         if advance is not None:
             advance(g, r, state, place)
+
+    # ---- micro-batches, added up
+
+    @torch.no_grad()
+    def add_gradient(self, p: Tensor, grad: Tensor) -> Tensor:
+        """Keep Pᵀ·G of one micro-batch's gradient (of a parameter that stays whole: all of it); returns the sum so far.
+
+        A basis that is due is that of the step's first micro-batch. Each further one costs r·b numbers, not a·b.
+        """
+        name, state = self.name_of(p), self.init_state(p)
+        with elsewhere.at_hand(self, p):
+            if "since" not in state:
+                kept = grad
+            else:
+                place, g = self._place_of(p, name, state["step"] + 1), self._seen(grad)
+                if p not in self._added and self._due(state, place):
+                    state["step"] += 1  # as `update` has it; a gradient that is not finite takes it back
+                    self._refresh(g, state, place)
+                    state["step"] -= 1
+                kept = self.stages.projector.project(g, state, place)
+        held = self._added.get(p)
+        if held is None:
+            held = self._added[p] = kept.clone() if kept is grad else kept
+        else:
+            held.add_(kept)
+        return held
+
+    @torch.no_grad()
+    def step_added(self, p: Tensor) -> None:
+        """Update `p` with what was added, which is dropped."""
+        held, name, state = self._added.pop(p), self.name_of(p), self.init_state(p)
+        state["step"] += 1
+        part = Part(name, p.numel(), 0, name)
+        with elsewhere.at_hand(self, p):
+            if "since" not in state:
+                plain_step(self.rule, p, held, state, self.group_of(p), part)
+                return
+            place = self._place_of(p, name, state["step"])
+            self._write(p, held if state["refreshed"] else None, None, state, place, part)
+
+    def drop_added(self) -> None:
+        """Forget what was added."""
+        self._added.clear()
 
     def _due(self, state: dict[str, Any], place: Place) -> bool:
         period = int(state["gap"] if self.stages.lazy and state["gap"] else place.group["refresh"])

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from skimp.core.exact import ExactChoices
 from skimp.losses import default_rows
 from skimp.run.build import uses_fused
+from skimp.run.build_checks import adds_up
 
 #: "outside": only bytes and seconds outside the blocks change; "recomputed": those of recomputed blocks as well; "all".
 Touches = Literal["outside", "recomputed", "all"]
@@ -94,13 +95,19 @@ class Lattice:
         return [n for n in range(1, rows + 1) if rows % n == 0]
 
     def roots(self, in_backward: bool) -> Iterator[ExactChoices]:
-        """Smallest micro-batch first; in backward takes all rows at once. Pinned axes have their values already."""
+        """Smallest micro-batch first; in backward takes all rows at once. Pinned axes have their values already.
+
+        A smaller micro-batch in backward is taken where both are pinned and the rule can add up: its bases are then of
+        the first micro-batch, which is the user's to choose.
+        """
         pinned = {axis.name: value for axis in self.axes if (value := self.pinned(axis)) is not None}
         rows = self.space.recipe.rows_per_step
         if not in_backward:
             yield from (ExactChoices(size, **pinned) for size in self.sizes())
         elif self.sizes()[-1] == rows:
             yield ExactChoices(rows, in_backward=True, **pinned)
+        elif self.space.recipe.exact.in_backward and self.space.recipe.exact.micro_batch and adds_up(self.space.recipe):
+            yield ExactChoices(self.sizes()[0], in_backward=True, **pinned)
 
     def pinned(self, axis: Axis) -> Any:
         """The recipe's value of an axis; None leaves it free."""

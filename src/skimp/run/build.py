@@ -260,8 +260,10 @@ def _recompute(model: nn.Module, structure: Structure, exact: ExactChoices) -> R
 def _delivery(
     recipe: Any, exact: ExactChoices, named: Iterable[tuple[str, nn.Parameter]], optimizer: Any, sinks: Iterable[str]
 ) -> Delivery:
-    way = InBackward if exact.in_backward else AfterBackward
-    return way(named, optimizer, recipe.train.clip, sinks)
+    if not exact.in_backward:
+        return AfterBackward(named, optimizer, recipe.train.clip, sinks)
+    micro_batches = -(-recipe.rows_per_step // exact.micro_rows)
+    return InBackward(named, optimizer, recipe.train.clip, sinks, micro_batches)
 
 
 def _sink(delivery: Delivery) -> Callable[[], Tensor | None] | None:

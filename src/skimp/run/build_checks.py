@@ -10,6 +10,7 @@ from torch import nn
 from skimp.core.errors import ConflictError, ModelError
 from skimp.core.exact import ExactChoices
 from skimp.core.read import read
+from skimp.core.registry import load
 from skimp.core.structure import TESTED_FAMILIES, Structure
 from skimp.run.head import Head
 from skimp.run.offloaded import check_places
@@ -41,6 +42,12 @@ def check_path(model: nn.Module, structure: Structure) -> None:
         )
 
 
+def adds_up(recipe: Any) -> bool:
+    """Whether the recipe's rule can add up micro-batches in less than their gradients' bytes (`core.gradients`)."""
+    rule = load(recipe.optimizer.name, "update rule")
+    return recipe.adapter is None and bool(getattr(rule, "adds_up", False))
+
+
 def check_exact(exact: ExactChoices, recipe: Any) -> None:
     """In backward needs the whole step as one micro-batch: a gradient still to be added to is not final.
 
@@ -48,7 +55,19 @@ def check_exact(exact: ExactChoices, recipe: Any) -> None:
     """
     check_places(exact)
     rows = recipe.rows_per_step
-    if exact.in_backward and exact.micro_rows < rows:
+    if exact.in_backward and exact.micro_rows < rows and adds_up(recipe):
+        if recipe.train.clip is not None:
+            raise ConflictError(
+                f"train.clip={recipe.train.clip:g} with exact.in_backward=true",
+                f"micro-batches of {exact.micro_rows} of {rows} rows, added up as {recipe.optimizer.name} keeps them",
+                "the norm to clip by is that of whole gradients, which never exist",
+                [
+                    "train.clip=null",
+                    f"exact.micro_batch={rows}: two passes over all rows at once",
+                    "exact.in_backward=false: gradients are held, 4 bytes a parameter in fp32",
+                ],
+            )
+    elif exact.in_backward and exact.micro_rows < rows:
         raise ConflictError(
             "exact.in_backward=true",
             f"micro-batches of {exact.micro_rows} of {rows} rows",
