@@ -73,6 +73,9 @@ class Subspace:
     def project(self, g: Tensor, state: dict[str, Any], place: Place) -> Tensor:
         return torch.mm(self.basis(state, place).t(), g)
 
+    def project_factors(self, left: Tensor, right: Tensor, state: dict[str, Any], place: Place) -> Tensor:
+        return torch.mm(torch.mm(left, self.basis(state, place)).t(), right)
+
     def add_(self, w: Tensor, n: Tensor, state: dict[str, Any], place: Place, decay: float) -> None:
         w.addmm_(self.basis(state, place), n, beta=decay)
 
@@ -105,6 +108,9 @@ class Gaussian:
     def project(self, g: Tensor, state: dict[str, Any], place: Place) -> Tensor:
         return torch.mm(self.drawn(state, place, g).t(), g)
 
+    def project_factors(self, left: Tensor, right: Tensor, state: dict[str, Any], place: Place) -> Tensor:
+        return torch.mm(torch.mm(left, self.drawn(state, place, left)).t(), right)
+
     def add_(self, w: Tensor, n: Tensor, state: dict[str, Any], place: Place, decay: float) -> None:
         w.addmm_(self.drawn(state, place, n), n, beta=decay)
 
@@ -133,6 +139,9 @@ class Identity:
 
     def project(self, g: Tensor, state: dict[str, Any], place: Place) -> Tensor:
         return g
+
+    def project_factors(self, left: Tensor, right: Tensor, state: dict[str, Any], place: Place) -> Tensor:
+        return torch.mm(left.t(), right)
 
     def add_(self, w: Tensor, n: Tensor, state: dict[str, Any], place: Place, decay: float) -> None:
         w.mul_(decay).add_(n)

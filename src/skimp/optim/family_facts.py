@@ -220,4 +220,5 @@ FAMILY_HOMES = {
     **dict.fromkeys([facts.where.rpartition(":")[2] for facts in FAMILY], "presets"),
     "Projected": "projected",
     "Stages": "stages",
+    "project_backward": "compact",
 }

@@ -23,15 +23,14 @@ from skimp.core.codecs.bf16 import stochastic_round
 from skimp.core.errors import EffectError, NonFiniteError, SkimpError
 from skimp.core.read import read
 from skimp.core.sharded import Part
-from skimp.optim import elsewhere
-from skimp.optim.chosen import Chosen
+from skimp.optim.adding import Adding
 from skimp.optim.options import check_options, lr_of
 from skimp.optim.plain import plain_step
 from skimp.optim.policy import carry_over, check_policy, lengthen
 from skimp.optim.stages import Place, Stages
 
 
-class Projected(Chosen):
+class Projected(Adding):
     """Base of the family: a preset gives `stages`, a dozen lines that read like its paper.
 
     Args:
@@ -71,7 +70,6 @@ class Projected(Chosen):
         defaults |= {"refresh": refresh, "scale": scale, "stagger": stagger, "seed": seed, "peak_lr": peak_lr}
         super().__init__(params, defaults)
         self._shift: dict[str, float] = {}
-        self._added: dict[Tensor, Tensor] = {}
         self._check_some()
 
     # ---- one step
@@ -88,19 +86,6 @@ class Projected(Chosen):
         self._write(p, r, g, state, place, part)
         if lost is not None:
             state["error"].add_(lost)
-
-    def _place_of(self, p: Tensor, name: str, step: int) -> Place:
-        if p not in self._where:  # a copy beside states that live elsewhere
-            p = next(q for q in self.parameters() if self.name_of(q) == name)
-        rank = self.rank_of(p)
-        assert rank is not None
-        return Place(name, step, rank, min(p.shape), max(p.shape), self.group_of(p))
-
-    @staticmethod
-    def _seen(grad: Tensor) -> Tensor:
-        """The gradient with its shorter side first, in the dtype of the arithmetic."""
-        turned = grad.shape[0] >= grad.shape[1]
-        return (grad.t() if turned else grad).to(torch.promote_types(grad.dtype, torch.float32))
 
     def _write(
         self, p: Tensor, r: Tensor | None, g: Tensor | None, state: dict[str, Any], place: Place, part: Part
@@ -139,49 +124,6 @@ class Projected(Chosen):
         advance = getattr(projector, "advance", None)
         if advance is not None:
             advance(g, r, state, place)
-
-    # ---- micro-batches, added up
-
-    @torch.no_grad()
-    def add_gradient(self, p: Tensor, grad: Tensor) -> Tensor:
-        """Keep Pᵀ·G of one micro-batch's gradient (of a parameter that stays whole: all of it); returns the sum so far.
-
-        A basis that is due is that of the step's first micro-batch. Each further one costs r·b numbers, not a·b.
-        """
-        name, state = self.name_of(p), self.init_state(p)
-        with elsewhere.at_hand(self, p):
-            if "since" not in state:
-                kept = grad
-            else:
-                place, g = self._place_of(p, name, state["step"] + 1), self._seen(grad)
-                if p not in self._added and self._due(state, place):
-                    state["step"] += 1  # as `update` has it; a gradient that is not finite takes it back
-                    self._refresh(g, state, place)
-                    state["step"] -= 1
-                kept = self.stages.projector.project(g, state, place)
-        held = self._added.get(p)
-        if held is None:
-            held = self._added[p] = kept.clone() if kept is grad else kept
-        else:
-            held.add_(kept)
-        return held
-
-    @torch.no_grad()
-    def step_added(self, p: Tensor) -> None:
-        """Update `p` with what was added, which is dropped."""
-        held, name, state = self._added.pop(p), self.name_of(p), self.init_state(p)
-        state["step"] += 1
-        part = Part(name, p.numel(), 0, name)
-        with elsewhere.at_hand(self, p):
-            if "since" not in state:
-                plain_step(self.rule, p, held, state, self.group_of(p), part)
-                return
-            place = self._place_of(p, name, state["step"])
-            self._write(p, held if state["refreshed"] else None, None, state, place, part)
-
-    def drop_added(self) -> None:
-        """Forget what was added."""
-        self._added.clear()
 
     def _due(self, state: dict[str, Any], place: Place) -> bool:
         period = int(state["gap"] if self.stages.lazy and state["gap"] else place.group["refresh"])

@@ -71,6 +71,9 @@ class Rows:
         rows = g.index_select(0, state["chosen"])
         return rows.mul_(state["rho"].unsqueeze(1)) if self.replace else rows
 
+    def project_factors(self, left: Tensor, right: Tensor, state: dict[str, Any], place: Place) -> Tensor:
+        return self._rows(torch.mm(left.index_select(1, state["chosen"]).t(), right), state)
+
     def _rows(self, n: Tensor, state: dict[str, Any]) -> Tensor:
         return n * state["rho"].unsqueeze(1).to(n.dtype) if self.replace else n
 

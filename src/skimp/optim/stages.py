@@ -74,6 +74,10 @@ class Projector(Protocol):
         """R of G."""
         ...
 
+    def project_factors(self, left: Tensor, right: Tensor, state: dict[str, Any], place: Place) -> Tensor:
+        """R of leftᵀ·right, (t, a) and (t, b), without forming it."""
+        ...
+
     def add_(self, w: Tensor, n: Tensor, state: dict[str, Any], place: Place, decay: float) -> None:
         """w ← decay · w + lift(n), in place."""
         ...

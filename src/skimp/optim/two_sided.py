@@ -32,6 +32,9 @@ class TwoSided(Subspace):
     def project(self, g: Tensor, state: dict[str, Any], place: Place) -> Tensor:
         return torch.mm(torch.mm(state["P"].t(), g), state["Q"])
 
+    def project_factors(self, left: Tensor, right: Tensor, state: dict[str, Any], place: Place) -> Tensor:
+        return torch.mm(torch.mm(left, state["P"]).t(), torch.mm(right, state["Q"]))
+
     def add_(self, w: Tensor, n: Tensor, state: dict[str, Any], place: Place, decay: float) -> None:
         w.addmm_(torch.mm(state["P"], n), state["Q"].t(), beta=decay)
 

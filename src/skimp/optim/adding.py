@@ -1,0 +1,120 @@
+"""Micro-batches of a projected rule, added up as the rule needs them: r × b numbers of a matrix, not a × b.
+
+The projection is linear, so between changes of basis the sum of the parts is the projection of the sum. A basis that is
+due is that of the step's first micro-batch. What is added up lives within one optimizer step and is in no checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skimp.core.sharded import Part
+from skimp.optim import elsewhere
+from skimp.optim.chosen import Chosen
+from skimp.optim.plain import plain_step
+from skimp.optim.stages import Place
+
+
+class Adding(Chosen):
+    """What a rule that projects offers to a delivery in backward, and to layers with compact gradients."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._added: dict[Tensor, Tensor] = {}
+        super().__init__(params, defaults)
+
+    # ---- what the rule gives
+
+    def _due(self, state: dict[str, Any], place: Place) -> bool:
+        """Whether this step has a new basis."""
+        raise NotImplementedError
+
+    def _refresh(self, g: Tensor, state: dict[str, Any], place: Place) -> Tensor | None:
+        """Make it."""
+        raise NotImplementedError
+
+    def _write(
+        self, p: Tensor, r: Tensor | None, g: Tensor | None, state: dict[str, Any], place: Place, part: Part
+    ) -> None:
+        """Move `p` by its projected gradient `r`; None where there is no basis yet, and p only decays."""
+        raise NotImplementedError
+
+    def _place_of(self, p: Tensor, name: str, step: int) -> Place:
+        if p not in self._where:  # a copy beside states that live elsewhere
+            p = next(q for q in self.parameters() if self.name_of(q) == name)
+        rank = self.rank_of(p)
+        assert rank is not None
+        return Place(name, step, rank, min(p.shape), max(p.shape), self.group_of(p))
+
+    @staticmethod
+    def _seen(grad: Tensor) -> Tensor:
+        """The gradient with its shorter side first, in the dtype of the arithmetic."""
+        turned = grad.shape[0] >= grad.shape[1]
+        return (grad.t() if turned else grad).to(torch.promote_types(grad.dtype, torch.float32))
+
+    @torch.no_grad()
+    def add_gradient(self, p: Tensor, grad: Tensor) -> Tensor:
+        """Keep Pᵀ·G of one micro-batch's gradient (of a parameter that stays whole: all of it); returns the sum so far.
+
+        A basis that is due is that of the step's first micro-batch. Each further one costs r·b numbers, not a·b.
+        """
+        name, state = self.name_of(p), self.init_state(p)
+        with elsewhere.at_hand(self, p):
+            if "since" not in state:
+                kept = grad
+            else:
+                place, g = self._place_of(p, name, state["step"] + 1), self._seen(grad)
+                if p not in self._added and self._due(state, place):
+                    state["step"] += 1  # as `update` has it; a gradient that is not finite takes it back
+                    self._refresh(g, state, place)
+                    state["step"] -= 1
+                kept = self.stages.projector.project(g, state, place)
+        held = self._added.get(p)
+        if held is None:
+            held = self._added[p] = kept.clone() if kept is grad else kept
+        else:
+            held.add_(kept)
+        return held
+
+    @torch.no_grad()
+    def add_factors(self, p: Tensor, dy: Tensor, x: Tensor) -> None:
+        """`add_gradient` of G = dyᵀ·x, (t, m) and (t, n), which is formed for a basis that is due and else never."""
+        name, state = self.name_of(p), self.init_state(p)
+        place = self._place_of(p, name, state["step"] + 1)
+        if p not in self._added and self._due(state, place):
+            self.add_gradient(p, torch.mm(dy.t(), x))
+            return
+        work = torch.promote_types(p.dtype, torch.float32)
+        left, right = (x, dy) if p.shape[0] >= p.shape[1] else (dy, x)
+        with elsewhere.at_hand(self, p):
+            kept = self.stages.projector.project_factors(left.to(work), right.to(work), state, place)
+        held = self._added.get(p)
+        self._added[p] = kept if held is None else held.add_(kept)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As every rule's; parameters whose gradients were added up move too."""
+        loss = super().step(closure)
+        for p in list(self._added):
+            self.step_added(p)
+        return loss
+
+    @torch.no_grad()
+    def step_added(self, p: Tensor) -> None:
+        """Update `p` with what was added, which is dropped."""
+        held, name, state = self._added.pop(p), self.name_of(p), self.init_state(p)
+        state["step"] += 1
+        part = Part(name, p.numel(), 0, name)
+        with elsewhere.at_hand(self, p):
+            if "since" not in state:
+                plain_step(self.rule, p, held, state, self.group_of(p), part)
+                return
+            place = self._place_of(p, name, state["step"])
+            self._write(p, held if state["refreshed"] else None, None, state, place, part)
+
+    def drop_added(self) -> None:
+        """Forget what was added."""
+        self._added.clear()
