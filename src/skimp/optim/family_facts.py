@@ -20,6 +20,9 @@ POLICY = Option(
     "towards the old, rotate carries them over, reset begins anew.",
     choices=("keep", "align", "rotate", "reset"),
 )
+INNER = Option(
+    "adam", "The rule on the projected gradient.", choices=("adam", "lion", "adafactor", "muon")
+)  # of float32 states but for adam
 SVD = Option("exact", "How a basis is found: exact, or a randomised SVD.", choices=("exact", "random"))
 RANDOM = Option("random", SVD.about, choices=SVD.choices)
 GROWTH = Option(1.01, "The most by which the norm of the added part may grow from step to step.", least=1)
@@ -54,7 +57,7 @@ FAMILY: list[Facts] = [
         "GaLore",
         f"{_AB}a·r + 2·b·r of state instead of 2·a·b",
         _GALORE,
-        {**COMMON, "scale": SCALE, "svd": SVD, "policy": POLICY, **CODED, "as_released": RELEASED},
+        {**COMMON, "scale": SCALE, "svd": SVD, "policy": POLICY, **CODED, "inner": INNER, "as_released": RELEASED},
     ),
     _rule(
         "galore8bit",

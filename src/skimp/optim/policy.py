@@ -19,8 +19,16 @@ def check_policy(rule: str, stages: Stages) -> None:
     """Carrying moments over is arithmetic on their numbers.
 
     Raises:
-        SkimpError: they are coded in 8 bits.
+        SkimpError: they are coded in 8 bits, or are not Adam's two.
     """
+    keys = set(stages.inner.state_spec((2, 2), torch.float32))
+    if stages.policy == "rotate" and not {"m", "v"} <= keys:
+        raise SkimpError(
+            f"{rule}: policy rotate with an inner rule of states {', '.join(sorted(keys)) or 'none'}",
+            "not a first and a second moment",
+            "a second moment turns only together with the first, as the variance about it",
+            ("policy: align, which turns the basis instead", "inner: adam"),
+        )
     if stages.policy == "rotate" and stages.states == "int8":
         raise SkimpError(
             f"{rule}: policy rotate with int8 states",

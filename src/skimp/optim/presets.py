@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 from skimp.optim.bases import Gaussian, Subspace
 from skimp.optim.fisher import Fisher
 from skimp.optim.inner import Adam, Codec
+from skimp.optim.inner_rules import inner_of
 from skimp.optim.ldadam import Interpolated
 from skimp.optim.online_pca import OnlinePCA
 from skimp.optim.posts import Residual, ScaleRaw, SignRest
@@ -29,7 +30,7 @@ COMMON: dict[str, Any] = {
 
 
 class GaLore(Projected):
-    """GaLore: Adam on Pᵀ·G, P the leading singular vectors of a gradient, anew every `refresh` steps."""
+    """GaLore: Adam (or another `inner`) on Pᵀ·G, P the leading singular vectors of a gradient, anew every `refresh`."""
 
     rule: ClassVar[str] = "galore"
     adds_up: ClassVar[bool] = True
@@ -37,12 +38,13 @@ class GaLore(Projected):
 
     def __init__(
         self, params: Any, *, svd: Method = "exact", policy: Policy = "keep", states: Codec | None = None,
-        as_released: bool = False, **options: Any,
+        inner: str = "adam", as_released: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         states = states or self.states
         stages = Stages(
-            Subspace(svd), Adam(states, as_released), (), None, policy, states=states, decay_after=as_released
-        )
+            Subspace(svd), inner_of(inner, states, as_released), (), None, policy, states=states,
+            decay_after=as_released,
+        )  # fmt: skip
         super().__init__(params, stages, **COMMON | options)
 
 
