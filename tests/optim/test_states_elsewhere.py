@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 import os
@@ -18,7 +19,7 @@ from skimp.core.memory.process import resident
 from skimp.core.registry import load, methods
 from skimp.core.state_file import StateFile
 from skimp.core.state_host import HostStates, SimulatedHostStates
-from skimp.optim import AdamW, AdamW8bit, role_groups, roles, state_key
+from skimp.optim import AdamW, AdamW8bit, elsewhere, role_groups, roles, state_key
 from skimp.optim.base import UpdateRule
 
 RULES = [name for name, f in methods().items() if f.kind == "update rule" and "state-offload" not in f.conflicts]
@@ -130,25 +131,60 @@ def test_resident_memory_does_not_hold_the_states(tmp_path: Path) -> None:
     assert float(rule.state[parameters[3][1]]["v"][-1]) > 0
 
 
-def test_a_walk_over_all_states_holds_one_region_at_a_time(tmp_path: Path) -> None:
-    given: list[str] = []
+@pytest.fixture(params=[1, 2])
+def thread_count(request: pytest.FixtureRequest) -> Any:
+    """Kernels cut their work by threads: where must not matter."""
+    old = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(old)
 
-    class Watched(StateFile):
-        def give_back(self, name: str) -> None:
-            given.append(name)
-            super().give_back(name)
 
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "adamw-bf16", "lion"])
+@pytest.mark.parametrize("tile", [1, 40_000, 100_000])
+@pytest.mark.usefixtures("thread_count")
+def test_an_update_in_tiles_of_any_size_is_the_same_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, tile: int
+) -> None:
+    """Rows not a multiple of the tile; columns not one of the block; coded blocks are never cut in two."""
+    monkeypatch.setattr(elsewhere, "TILE", tile)
+    dtype = torch.bfloat16 if name == "adamw-bf16" else torch.float32
+    torch.manual_seed(0)
+    here = nn.Sequential(nn.Linear(96, 341), nn.Linear(341, 50)).to(dtype)
+    there = copy.deepcopy(here)
+    one, two = made(name, here), made(name, there)
+    file = StateFile(tmp_path)
+    two.keep_states(file)
+    steps(one, here, 0, 3)
+    steps(two, there, 0, 3)
+    assert all(torch.equal(a, b) for a, b in zip(here.parameters(), there.parameters(), strict=True))
+    assert same(state(one), state(two))
+    rows = elsewhere.rows_at_once(two, there[0].weight)
+    assert (0 < rows < 341) or (tile == 100_000 and two.bytes_of(there[0].weight) <= tile)
+    assert file.opened >= 3 * (1 if not rows else -(-341 // rows))
+    assert all(elsewhere.any_nonzero(two, p, key) for p in there.parameters() for key in two.spec_of(p))
+
+
+def test_what_is_updated_as_a_whole_is_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elsewhere, "TILE", 1)
+    net = model()
+    rule = made("muon", net)
+    rule.keep_states(StateFile(tmp_path))
+    assert all(elsewhere.rows_at_once(rule, p) == 0 for p in net.parameters() if rule.locality_of(p) == "matrix")
+
+
+def test_a_region_that_was_given_back_is_zeros_again(tmp_path: Path) -> None:
     net = model()
     rule = AdamW(net.named_parameters())
-    file = Watched(tmp_path)
+    file = StateFile(tmp_path)
     rule.keep_states(file)
     steps(rule, net, 0, 1)
-    given.clear()
-    for name, key, value in rule.named_state():
-        if isinstance(value, Tensor) and file.holds(name):
-            assert file.visit(name, value) is value, key
-    file.leave()
-    assert given == ["0.weight", "2.weight"]
+    size = file._used
+    rule.state.pop(net[0].weight)
+    again = rule.init_state(net[0].weight)
+    assert again["step"] == 0
+    assert not again["m"].any()
+    assert file._used == size
 
 
 def test_a_full_disk_is_seen_before_any_state_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ class Away:
     Attributes:
         place: "host" or "disk".
         nbytes: bytes taken there.
-        largest: bytes of the largest region: what is in memory while a parameter is updated or saved.
+        largest: most bytes that are in memory while a parameter is updated.
         opened: how often a region was opened.
     """
 
@@ -59,7 +59,6 @@ class Away:
     def __init__(self) -> None:
         self.nbytes = self.largest = self.opened = 0
         self._regions: dict[str, list[Tensor]] = {}
-        self._visited = ""
 
     def reserve(self, nbytes: int) -> None:
         """Take room for all regions, before the first of them is made.
@@ -70,16 +69,21 @@ class Away:
         self.nbytes = nbytes
 
     def make(
-        self, name: str, specs: Sequence[tuple[Sequence[int], torch.dtype]], parameter: Tensor
+        self, name: str, specs: Sequence[tuple[Sequence[int], torch.dtype]], parameter: Tensor, at_once: int = 0
     ) -> list[Tensor] | None:
         """Zeros of these shapes and dtypes, the state of `parameter`, in a region of their own.
 
-        None where they are too small to move.
+        None where they are too small to move. `at_once`: bytes of them that are opened together; 0 for all.
         """
         size = region_bytes(specs)
         if not size:
             return None
-        self.largest = max(self.largest, size)
+        self.largest = max(self.largest, at_once or size)
+        if name in self._regions:  # given back once, as moments of layers that rest are
+            with self.open(name):
+                for tensor in self._regions[name]:
+                    tensor.zero_()
+            return self._regions[name]
         self._regions[name] = self.tensors(name, size, specs)
         away(self._regions[name])
         return self._regions[name]
@@ -92,39 +96,31 @@ class Away:
         return name in self._regions
 
     @contextmanager
-    def open(self, name: str) -> Iterator[None]:
-        """The states of one parameter in memory for as long as the context lasts; nothing for those that never left."""
+    def open(self, name: str, parts: Sequence[Tensor] | None = None) -> Iterator[None]:
+        """The states of one parameter in memory for as long as the context lasts; nothing for those that never left.
+
+        Args:
+            parts: views of them, to open no more than those show.
+        """
         if name not in self._regions:
             yield
             return
+        tensors = self._regions[name] if parts is None else parts
         self.opened += 1
         if self.visits:
-            here(self._regions[name], "optimizer")
-        self.bring(name)
+            here(tensors, "optimizer")
+        self.bring(name, tensors)
         try:
             yield
         finally:
-            self.give_back(name)
+            self.give_back(tensors)
             away(self._regions[name])
 
-    def visit(self, name: str, tensor: Tensor) -> Tensor:
-        """`tensor`, to be read once; what was visited before it goes back first. `leave` ends a walk."""
-        if name != self._visited:
-            self.leave()
-            self._visited = name
-        return tensor
-
-    def leave(self) -> None:
-        """What was visited last goes back."""
-        if self._visited:
-            self.give_back(self._visited)
-        self._visited = ""
-
-    def bring(self, name: str) -> None:
+    def bring(self, name: str, tensors: Sequence[Tensor]) -> None:
         return
 
-    def give_back(self, name: str) -> None:
-        return
+    def give_back(self, tensors: Sequence[Tensor]) -> None:
+        """These were read or written, and go back."""
 
     def beside(self, name: str, parameter: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Parameter and gradient where the states are: the same tensors, unless they live on another device."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from skimp.core.away import ALIGNMENT, Away, state_nbytes
+from skimp.core.away import ALIGNMENT, PAGE, Away, state_nbytes
 from skimp.core.disk import allocate, open_unnamed
 
 #: Linux 5.14: make a range present and writable at once, instead of a fault for every page.
@@ -39,7 +39,7 @@ class StateFile(Away):
         self._file = open_unnamed(folder)
         self._map: mmap.mmap | None = None
         self._spans: dict[str, tuple[int, int]] = {}
-        self._used = 0
+        self._used = self._base = 0
         self._last = ""
         self._next: dict[str, str] = {}
 
@@ -49,6 +49,7 @@ class StateFile(Away):
             # A hole in the file would be filled at the first write, where a full disk is not an error but a signal.
             allocate(self._file, nbytes, self.folder)
             self._map = mmap.mmap(self._file, nbytes)
+            self._base = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
 
     def tensors(self, name: str, size: int, specs: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
         assert self._map is not None
@@ -62,22 +63,30 @@ class StateFile(Away):
         self._used += size
         return made
 
-    def bring(self, name: str) -> None:
+    def bring(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Present at once; and the region that followed in the last step is read ahead."""
-        assert self._map is not None
         with suppress(OSError):  # an older kernel brings the pages one by one
-            self._map.madvise(_POPULATE_WRITE, *self._spans[name])
-        following = self._next.get(name)
-        if following is not None:
-            self._map.madvise(mmap.MADV_WILLNEED, *self._spans[following])
-        if self._last and self._last != name:
+            self._advise(_POPULATE_WRITE, tensors)
+        if self._last == name:
+            return
+        if self._last:
             self._next[self._last] = name
         self._last = name
+        following = self._next.get(name)
+        if following is not None and self._map is not None:
+            self._map.madvise(mmap.MADV_WILLNEED, *self._spans[following])
 
-    def give_back(self, name: str) -> None:
+    def give_back(self, tensors: Sequence[Tensor]) -> None:
         """Out of the process; what changed is the file's, which the kernel writes in its own time."""
-        assert self._map is not None
-        self._map.madvise(mmap.MADV_DONTNEED, *self._spans[name])
+        self._advise(mmap.MADV_DONTNEED, tensors)
+
+    def _advise(self, advice: int, tensors: Sequence[Tensor]) -> None:
+        """On the pages that hold these; pages shared with a neighbour come and go with either."""
+        for tensor in tensors:
+            start = tensor.data_ptr() - self._base
+            first = start // PAGE * PAGE
+            if self._map is not None and tensor.numel():
+                self._map.madvise(advice, first, start + tensor.nbytes - first)
 
     def close(self) -> None:
         super().close()

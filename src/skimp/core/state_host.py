@@ -32,10 +32,11 @@ class SimulatedHostStates(Away):
         self.gradient = 0
 
     def make(
-        self, name: str, specs: Sequence[tuple[Sequence[int], torch.dtype]], parameter: Tensor
+        self, name: str, specs: Sequence[tuple[Sequence[int], torch.dtype]], parameter: Tensor, at_once: int = 0
     ) -> list[Tensor] | None:
-        made = super().make(name, specs, parameter)
-        if made is not None:
+        again = self.holds(name)
+        made = super().make(name, specs, parameter, at_once)
+        if made is not None and not again:
             self._count(parameter)
         return made
 

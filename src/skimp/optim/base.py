@@ -174,10 +174,8 @@ class UpdateRule(torch.optim.Optimizer):
     def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.begin_update(p, grad)
         if not is_sharded(p):
-            name = self.name_of(p)
-            part = Part(name, p.numel(), 0, name)
-            with elsewhere.beside(self, p, grad) as (own, given):
-                self.update(own, given.contiguous(), state, group, part)
+            for own, given, here, part in elsewhere.parts(self, p, grad, state):
+                self.update(own, given, here, group, part)
         elif local(p).numel():  # more processes than rows leave some without any
             part = part_of(self.name_of(p), p)
             self.update(local(p), self._local_gradient(p, grad), self._local_state(p, state), group, part)
@@ -287,6 +285,8 @@ class UpdateRule(torch.optim.Optimizer):
             name = self.name_of(p)
             if only is not None and name not in only:
                 self.state.pop(p, None)
+                continue
+            if elsewhere.filled(self, p, saved):
                 continue
             keys = [*self.numbers_of(p), *self.spec_of(p)]
             self._restore(p, {key: entry(saved, state_key(name, key), self.rule) for key in keys})

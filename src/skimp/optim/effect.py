@@ -10,7 +10,7 @@ from torch import Tensor
 from skimp.core.errors import EffectError
 from skimp.core.read import read
 from skimp.core.sharded import local
-from skimp.optim.elsewhere import at_hand
+from skimp.optim.elsewhere import any_nonzero
 from skimp.optim.options import lr_of
 
 if TYPE_CHECKING:
@@ -52,11 +52,8 @@ def assert_effect(rule: UpdateRule, before: Mapping[str, Tensor], after: Mapping
 def _should_move(rule: UpdateRule, p: Tensor) -> bool:
     """A non-zero first moment after the step means that a gradient came."""
     state = rule.state[p]
-    moment = next((state[key] for key in MOMENTS if key in state), None)
-    if moment is None or lr_of(rule.group_of(p)) == 0.0:
-        return False
-    with at_hand(rule, p):
-        return read(local(moment).count_nonzero(), expect=1.0) > 0
+    moment = next((key for key in MOMENTS if key in state), None)
+    return moment is not None and lr_of(rule.group_of(p)) != 0.0 and any_nonzero(rule, p, moment)
 
 
 def _differ(a: Tensor, b: Tensor) -> bool:

@@ -109,11 +109,12 @@ def simulate(
             phases["evaluate"] = tracker.peak.total
     rule = run.optimizer
     states = {p: rule.bytes_of(p) for p in rule.parameters()}
-    # A checkpoint is written tensor by tensor through one 4 MiB buffer; what lives elsewhere comes region by region.
+    beside = [size for p, size in states.items() if rule.away is None or not rule.away.holds(rule.name_of(p))]
+    # A checkpoint is written tensor by tensor through one 4 MiB buffer, and so are states that live elsewhere.
     phases["load"] = resting["weights"] + max(p.numel() * 4 for _, p in run.parameters())
-    phases["save"] = rest + (4 << 20) + (rule.away.largest if rule.away is not None else 0)
-    # It is read with one parameter's states beside those they are read into.
-    phases["resume"] = phases["save"] + max(states.values())
+    phases["save"] = rest + (4 << 20) * (1 if rule.away is None else 2)
+    # It is read with one parameter's states beside those they are read into; those that live elsewhere go there.
+    phases["resume"] = phases["save"] + max(beside, default=0)
     seconds = meter.seconds + _away_seconds(run, before, sum(states.values()), rates, meter.seconds, micro_batches)
     held = offloaded.held(run)
     run.close()

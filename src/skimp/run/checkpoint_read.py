@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +68,15 @@ class Checkpoint:
         self.read_into(group, name, tensor)
         return tensor
 
-    def read_into(self, group: str, name: str, tensor: Tensor) -> None:
-        """Fill `tensor` in place.
+    def read_into(self, group: str, name: str, tensor: Tensor, passed: Callable[[Tensor], None] | None = None) -> None:
+        """Fill `tensor` in place; `passed` is told of every piece that is filled.
 
         Raises:
             CheckpointError: unknown group or name, another dtype or shape, or bytes that changed on disk.
         """
         written, reader = self._written(group, name), self._reader(group)
         reader.spec(written)
-        reader.read_into(written, tensor, self._sums[group]["tensors"][written])
+        reader.read_into(written, tensor, self._sums[group]["tensors"][written], passed)
 
     def read_all(self, group: str, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Fill every target; each saved tensor must have a target and each target a saved tensor.

@@ -17,7 +17,7 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -108,7 +108,8 @@ def write(
                 raise CheckpointError(
                     f"saving '{name}' as {specs[name]}", f"{spec_of(name, tensor)} when its turn came"
                 )
-            sums[name] = _write_tensor(descriptor, tensor.detach(), staging)
+            passed = entry.passed if isinstance(entry, Later) else None
+            sums[name] = _write_tensor(descriptor, tensor.detach(), staging, passed)
         reach("before_fsync")
         os.fsync(descriptor)
         # Clean pages of a file nobody reads again soon: give them back, they would push out the data set's.
@@ -119,15 +120,18 @@ def write(
     return sums
 
 
-def _write_tensor(descriptor: int, tensor: Tensor, staging: Staging) -> int:
+def _write_tensor(
+    descriptor: int, tensor: Tensor, staging: Staging, passed: Callable[[Tensor], None] | None = None
+) -> int:
     total = 0
     for piece in pieces(tensor):
-        if not in_place(piece):
-            piece = staging.like(piece).copy_(piece)
-        data = raw_bytes(piece)
+        landing = piece if in_place(piece) else staging.like(piece).copy_(piece)
+        data = raw_bytes(landing)
         reach("mid_tensor")
         write_all(descriptor, data)
         total = zlib.crc32(data, total)
+        if passed is not None:
+            passed(piece)
     return total
 
 
@@ -205,7 +209,9 @@ class SafetensorsReader:
         self.read_into(name, tensor, checksum)
         return tensor
 
-    def read_into(self, name: str, tensor: Tensor, checksum: int | None = None) -> None:
+    def read_into(
+        self, name: str, tensor: Tensor, checksum: int | None = None, passed: Callable[[Tensor], None] | None = None
+    ) -> None:
         """Read straight into `tensor` (any strides, any device), which must have the saved dtype and shape.
 
         Args:
@@ -213,6 +219,7 @@ class SafetensorsReader:
             tensor: filled in place, outside autograd; its version counter moves on, as for any in-place
                 write.
             checksum: crc32 of the bytes as noted when saving; None reads unchecked.
+            passed: told of every piece that has been filled.
 
         Raises:
             CheckpointError: no such name, another dtype or shape, a short file, or bytes that changed on
@@ -236,6 +243,8 @@ class SafetensorsReader:
             offset += len(data)
             if not straight:
                 piece.copy_(landing)
+            if passed is not None:
+                passed(piece)
         torch.autograd.graph.increment_version(tensor)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file.fileno(), self._start[name], spec.nbytes, os.POSIX_FADV_DONTNEED)

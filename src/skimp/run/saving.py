@@ -75,22 +75,18 @@ class Saver:
             meta["layers"] = run.layers.state_dict()
         groups: dict[str, list[tuple[str, Tensor | Later]]] = {**weight_groups(run), "optimizer": tensors}
         keep = self.keep + spare
-        try:
-            path = checkpoint.save(self.root, loop.state.step, groups, meta, keep=keep, best=best)
-        finally:
-            if run.optimizer.away is not None:
-                run.optimizer.away.leave()
+        path = checkpoint.save(self.root, loop.state.step, groups, meta, keep=keep, best=best)
         if self.said is not None:
             self.said(path)
         return path
 
 
 def state_entry(optimizer: Any, name: str, value: Tensor) -> Tensor | Later:
-    """A state as a checkpoint takes it: one that lives elsewhere when its turn comes, and the one before it goes."""
+    """A state as a checkpoint takes it: of one that lives elsewhere each piece goes back when it is written."""
     away = optimizer.away
     if away is None or not away.holds(name):
         return value
-    return Later(Spec(value.dtype, tuple(value.shape)), lambda: away.visit(name, value))
+    return Later(Spec(value.dtype, tuple(value.shape)), lambda: value, lambda piece: away.give_back([piece]))
 
 
 def weight_groups(run: Run) -> dict[str, list[tuple[str, Tensor | Later]]]:
@@ -113,6 +109,16 @@ class _Lazily(Mapping[str, Any]):
         if key not in self._names:
             raise KeyError(key)
         return self._saved.read("optimizer", key)
+
+    def fill(self, key: str, tensor: Tensor, passed: Callable[[Tensor], None]) -> None:
+        """Read one straight into `tensor`; `passed` is told of every piece.
+
+        Raises:
+            KeyError: there is none. CheckpointError: as reading.
+        """
+        if key not in self._names:
+            raise KeyError(key)
+        self._saved.read_into("optimizer", key, tensor, passed)
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self._numbers, *self._names])

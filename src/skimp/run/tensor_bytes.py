@@ -56,10 +56,14 @@ class Spec:
 
 @dataclass(frozen=True)
 class Later:
-    """A tensor that is made (fetched from disk, decoded, gathered) only when its turn to be written comes."""
+    """A tensor that is made (fetched from disk, decoded, gathered) only when its turn to be written comes.
+
+    `passed` is told of every piece of it that has been written.
+    """
 
     spec: Spec
     make: Callable[[], Tensor]
+    passed: Callable[[Tensor], None] | None = None
 
 
 def spec_of(name: str, value: Tensor | Later) -> Spec:

@@ -208,10 +208,17 @@ class Tracker(TorchDispatchMode):
             self._known[key] = (weakref.ref(storage, partial(self._gone, key)), 0, "optimizer")
 
     def here(self, tensors: Sequence[Tensor], category: str) -> None:
-        """These have come back from another place."""
+        """These have come back from another place: of a view, the part that it shows."""
         for tensor in tensors:
-            self._known.pop(tensor.untyped_storage()._cdata, None)
-        self.hold(tensors, category)
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, tensor.numel() * tensor.itemsize
+            self._known.pop(key, None)
+            self._known[key] = (weakref.ref(storage, partial(self._gone, key)), size, category)
+            self.live += size
+            self.by_category[category] += size
+            if self.trace is not None:
+                self.trace.malloc(key, size, self.phase, self.owner)
+        self._mark(self.live, "", 0)
 
     def reset_peak(self) -> None:
         """Start the next phase's peak from what is live now."""
