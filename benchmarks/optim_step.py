@@ -155,6 +155,8 @@ def main() -> None:
     parser.add_argument("--json", help="write the figures here as well")
     args = parser.parse_args()
     sizes, lines, found = shapes(args.share), [], {}
+    times = orthogonalisation(args.muon, args.repeat)
+    print(times, file=sys.stderr, flush=True)
     for name, (make, slow) in makers().items():
         ps = parameters(sizes)
         optimizer = make(ps)
@@ -167,8 +169,6 @@ def main() -> None:
         del optimizer, ps
     print(f"{sum(torch.Size(s).numel() for s in sizes):,} numbers in {len(sizes)} tensors\n{measure.machine()}\n")
     print(measure.table(["one step", "time", "state bytes each", "error of a move"], lines))
-    times = orthogonalisation(args.muon, args.repeat)
-    print(times, file=sys.stderr, flush=True)
     print(measure.table(["orthogonalisation", "time"], [[n, f"{t:.3f} s"] for n, t in times.items()]))
     claims = [("AdamW, of torch's fused", found["skimp AdamW"] / found["torch AdamW, fused"], "<=", 1.05)]
     peers = [t for n, t in found.items() if n.startswith(("bitsandbytes", "torchao"))]

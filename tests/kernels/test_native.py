@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -90,3 +92,15 @@ def test_nothing_is_written_beyond_the_end():
     out = torch.full((1064,), 77.0)
     library.dynamic8_decode(guard[:1000], absmax[:4], out[:1000], True)
     assert (out[1000:] == 77).all()
+
+
+def test_the_4bit_kernel_is_refused_when_a_source_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stamp covers both sources: the one it includes, and its own."""
+    from skimp.kernels.native import four_bit
+
+    before = four_bit.stamp()
+    assert before == four_bit.stamp()
+    for module in (builder, four_bit):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "SOURCE", Path(__file__))
+            assert four_bit.stamp() != before
