@@ -151,13 +151,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--share", type=int, default=1, help="one in so many layers and rows of the table")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--muon", type=int, default=4, help="one in so many layers for the orthogonalisation")
+    parser.add_argument("--muon", type=int, default=30, help="one in so many layers for the orthogonalisation")
+    parser.add_argument("--without", default="", help="leave out rows whose name begins so, such as torchao")
     parser.add_argument("--json", help="write the figures here as well")
     args = parser.parse_args()
     sizes, lines, found = shapes(args.share), [], {}
     times = orthogonalisation(args.muon, args.repeat)
     print(times, file=sys.stderr, flush=True)
     for name, (make, slow) in makers().items():
+        if args.without and name.startswith(args.without):
+            continue
         ps = parameters(sizes)
         optimizer = make(ps)
         with reference_only() if slow else nullcontext():
