@@ -97,6 +97,7 @@ BESIDE: dict[frozenset[str], Technique] = {
     frozenset(("float32", "bf16")): Technique(overrides=("optimizer=adamw8bit",)),
     frozenset(("lora", "state-offload")): Technique(overrides=("adapter={r: 4, embeddings: true, head: true}",)),
     frozenset(("lora", "dynamic8")): Technique(overrides=("adapter={r: 4, embeddings: true, head: true}",)),
+    frozenset(("lora", "block4")): Technique(overrides=("adapter={r: 4, embeddings: true, head: true}",)),
 }
 BESIDE |= {
     frozenset((name, "dynamic8")): Technique(overrides=(f"{override[:-1]}, states: int8}}",))

@@ -60,7 +60,9 @@ def check(pair: tuple[str, str]) -> None:
     half = "precision=bf16" in technique.overrides
     # A basis turns by that rounding over the gap between two singular values, and Adam in it does not commute with
     # turns: measured up to 3e-5 where gradients of a tiny model have gaps of a hundredth.
-    turning = not FAMILY.keys().isdisjoint(pair)
+    # Lion moves by the sign of a blend, which rounding turns where the blend is nearly 0, and an orthogonal update
+    # magnifies weak directions: measured up to 5e-6.
+    turning = not ({"lion", "muon", "dion"} | FAMILY.keys()).isdisjoint(pair)
     tolerance = 2e-3 if half else 1e-4 if turning else 2e-6
     assert found == pytest.approx(plain_losses(plain.overrides, plain.documents), rel=tolerance)
     assert len(set(found)) == len(found)
