@@ -69,6 +69,7 @@ def extended(
         numbers["trained"],
         numbers["kept"],
         away={k[5:]: v for k, v in numbers.items() if k.startswith("away ")},
+        fresh=numbers["fresh"],
     )
 
 
@@ -83,6 +84,7 @@ def _numbers(profile: MemoryProfile) -> dict[Any, tuple[int, ...]]:
         "parameters": profile.parameters,
         "trained": profile.trained,
         "kept": profile.kept_bytes,
+        "fresh": profile.fresh,
     }
     found |= {f"resting {k}": v for k, v in profile.resting.items()}
     found |= {f"away {k}": v for k, v in profile.away.items()}

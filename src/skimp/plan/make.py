@@ -11,17 +11,20 @@ from skimp.core.memory.process import Policy
 from skimp.core.structure import layers_of
 from skimp.core.units import format_bytes
 from skimp.plan import offloading
-from skimp.plan.cost import Rates, probe
+from skimp.plan.cost import Rates
 from skimp.plan.offers import offers
 from skimp.plan.offloading import OffloadingSearch
-from skimp.plan.places import POOL_ROOM, RETURN_COST, Places, budgets, places
+from skimp.plan.places import POOL_ROOM, Places, budgets, places
 from skimp.plan.plan import Alternative, Plan
+from skimp.plan.probe import probe
 from skimp.plan.search import Candidate, Search
 from skimp.plan.sharded import one_card
 from skimp.run.skeleton import dropout_of
 
 #: Share of a card's peak rates that training reaches: products about half, copies about four fifths.
 REACHED_FLOPS, REACHED_BANDWIDTH = 0.5, 0.8
+#: Seconds to launch a kernel, where the host does not run ahead far enough.
+CARD_CALL = 3e-6
 #: Other exact ways that a plan names at most.
 ALTERNATIVES = 6
 
@@ -52,7 +55,7 @@ def make_plan(
     recipe = one_card(recipe, where.count)
     blocks = int(config[layers_of(config)])
     target = "cpu" if where.on_cpu else "cuda"
-    rates = device_rates(where, recipe.precision)
+    rates = device_rates(where, recipe, config)
     search = OffloadingSearch(recipe, config, blocks, budgets(where, recipe), rates, target, where.count)
     profile, found, seconds = search.best()
     peak = _compared(where, profile.peak_bytes, profile.exact.malloc)
@@ -91,11 +94,11 @@ def _compared(where: Places, tracked: int, policy: Policy) -> int:
     return where.resident_peak(tracked, policy) if where.on_cpu else tracked
 
 
-def device_rates(where: Places, precision: str) -> Rates:
+def device_rates(where: Places, recipe: Any, config: dict[str, Any]) -> Rates:
     """What the computing device reaches: measured here on a CPU, from the card's table else."""
     if where.on_cpu:
-        return replace(probe(), near=where.near)
-    card = where.card
+        return replace(probe(recipe, config), near=where.near)
+    card, precision = where.card, recipe.precision
     tflops = card.fp32_tflops if precision == "fp32" else card.bf16_tflops
     if tflops is None:
         raise ModelError(
@@ -105,6 +108,7 @@ def device_rates(where: Places, precision: str) -> Rates:
         tflops * 1e12 * REACHED_FLOPS,
         card.bandwidth_gbs * 1e9 * REACHED_BANDWIDTH,
         f"{card.name}: half of {tflops:g} TFLOP/s and four fifths of {card.bandwidth_gbs:g} GB/s (card table)",
+        call=CARD_CALL,
     )
 
 
@@ -149,12 +153,13 @@ def _reasons(search: Search, exact: ExactChoices, where: Places, away: bool) -> 
         reasons.append(f"tensor pool: freed blocks serve the next tensors, {format_bytes(POOL_ROOM)} wait at the peak")
     elif where.on_cpu and len(search.budgets) > 1 and search.reusable(row):
         reuse, back = search.budgets["reuse"][0], search.budgets["return"][0]
+        slower = search.slower(row, "return") - 1
         if exact.malloc == "reuse":
-            reasons.append(f"freed memory is reused: {RETURN_COST - 1:.0%} faster than returning it, and it fits")
+            reasons.append(f"freed memory is reused: {slower:.0%} faster than returning it, and it fits")
         else:
             reasons.append(
                 f"freed memory returned to the system: room for {format_bytes(back - reuse)} more tensors, "
-                f"about {RETURN_COST - 1:.0%} slower"
+                f"about {slower:.0%} slower"
             )
     return reasons
 

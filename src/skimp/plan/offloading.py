@@ -186,7 +186,7 @@ class OffloadingSearch(Search):
         return choose(self.blocks if blocks == "all" else int(blocks), self.blocks)
 
     def _candidate(self, exact: ExactChoices, peak: int, seconds: float) -> Candidate:
-        return Candidate(exact, peak, self.budgets[exact.malloc][1] * self._repeats(exact) * seconds)
+        return Candidate(exact, peak, self.slower(exact, exact.malloc) * seconds)
 
     def _fewest(self, made: ExactChoices) -> Candidate:
         depths, total = self._simulated_depths(made), self.blocks

@@ -33,9 +33,6 @@ SLACK: dict[Policy, tuple[int, float]] = {
 POOL_ROOM = 32_000_000
 #: Where the policy cannot be set (no glibc), freed tensors stay in the heap: about 300 MB on the quickstart.
 SLACK_NO_POLICY = (300_000_000, 0.05)
-#: Time of a step under "return" against "reuse", for ranking: fresh pages are mapped and zeroed for every activation.
-#: One machine's figure for one model (1.1 to 1.3 in CPU time, more with two threads in one address space).
-RETURN_COST = 1.35
 
 
 @dataclass(frozen=True)
@@ -96,14 +93,15 @@ class Places:
 
 
 def budgets(where: Places, recipe: Any) -> dict[Policy, tuple[int, float]]:
-    """Tracked bytes that fit and the relative time of a step, per allocator policy the recipe allows; one on a card."""
+    """Tracked bytes that fit and the share of freed memory that goes back to the system, per allocator policy that the
+    recipe allows; one on a card."""
     if not where.on_cpu or malloc_policy() is None:
-        return {"return": (where.tensor_budget(), 1.0)}
+        return {"return": (where.tensor_budget(), 0.0)}
     pinned: Policy | None = recipe.exact.malloc
     if pinned == "pool" or (pinned is None and pool.available()):
-        return {"pool": (where.tensor_budget("pool"), 1.0)}
-    costs: dict[Policy, float] = {"reuse": 1.0, "return": RETURN_COST}
-    return {p: (where.tensor_budget(p), c) for p, c in costs.items() if pinned in (None, p)}
+        return {"pool": (where.tensor_budget("pool"), 0.0)}
+    shares: dict[Policy, float] = {"reuse": 0.0, "return": 1.0}
+    return {p: (where.tensor_budget(p), share) for p, share in shares.items() if pinned in (None, p)}
 
 
 def by_rule(tracked: int, policy: Policy) -> int:

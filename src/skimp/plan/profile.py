@@ -26,6 +26,7 @@ class MemoryProfile:
         parameters: number of parameters, of an adapter too; trained: of those the ones that move.
         kept_bytes: tensors in one checkpoint: weights, or what an adapter trains, and optimizer states.
         shares, operators: bytes by category at each place's highest moment, and the operator then.
+        fresh: bytes of results that a step allocates anew.
         timeline: bytes by category over the last simulated step, if asked for.
         away: bytes held at most in the places that do not compute, by place: what is offloaded.
     """
@@ -44,6 +45,7 @@ class MemoryProfile:
     operators: Mapping[tuple[str, str], str] = field(default_factory=dict, repr=False)
     timeline: Timeline | None = field(default=None, repr=False)
     away: Mapping[str, int] = field(default_factory=dict)
+    fresh: int = 0
 
     @property
     def peak_bytes(self) -> int:

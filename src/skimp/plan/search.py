@@ -50,8 +50,8 @@ class Search:
     Args:
         recipe, config: the run.
         blocks: number of the model's blocks.
-        budgets: tracked bytes that fit under each allocator policy on offer, and the time of a step under it against
-            the fastest.
+        budgets: tracked bytes that fit under each allocator policy on offer, and the share of freed memory that it
+            gives back to the system.
         rates, target: the device's.
         cards: how many the run is sharded over, by formula; the recipe is one card's.
     """
@@ -196,7 +196,7 @@ class Search:
     def point(self, row: ExactChoices, policy: Policy, count: int) -> Candidate:
         """One point of the lattice, extended."""
         extension, kept = self.row(row), self.blocks - count
-        seconds = self.budgets[policy][1] * self._repeats(row) * extension.seconds.at(kept, count)
+        seconds = self.slower(row, policy) * extension.seconds.at(kept, count)
         return Candidate(replace(self.exact(row, count), malloc=policy), extension.peak(kept, count), seconds)
 
     def reusable(self, row: ExactChoices) -> bool:
@@ -224,10 +224,14 @@ class Search:
         pins = self.recipe.exact.recompute
         return replace(row, recompute=pins if isinstance(pins, tuple) else choose(count, self.blocks))
 
-    def _repeats(self, row: ExactChoices) -> float:
-        """A small simulation runs two micro-batches at most; the step runs them all."""
-        micro = -(-self.recipe.rows_per_step // row.micro_rows)
-        return micro / min(micro, 2)
+    def slower(self, row: ExactChoices, policy: Policy) -> float:
+        """Time of a step under an allocator policy against one whose freed memory is used again at once: pages that
+        went back to the system must be mapped and zeroed anew."""
+        share = self.budgets[policy][1]
+        if not share or not self.rates.fault:
+            return 1.0
+        profile = self.small(self.lattice.root(row), 2, 1)
+        return 1.0 + share * self.rates.fault * profile.fresh / profile.seconds
 
     # ------------------------------------------------------------------------------------------------ confirmation
     def full(self, exact: ExactChoices, short: bool = False) -> MemoryProfile:

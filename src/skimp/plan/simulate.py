@@ -115,7 +115,10 @@ def simulate(
     phases["save"] = rest + (4 << 20) * (1 if rule.away is None else 2)
     # It is read with one parameter's states beside those they are read into; those that live elsewhere go there.
     phases["resume"] = phases["save"] + max(beside, default=0)
-    seconds = meter.seconds + _away_seconds(run, before, sum(states.values()), rates, meter.seconds, micro_batches)
+    micro = -(-recipe.rows_per_step // exact.micro_rows)
+    compute, flops, fresh = meter.of_step(micro)
+    often = micro / min(micro, micro_batches or micro)
+    seconds = compute + _away_seconds(run, before, sum(states.values()), rates, compute, often)
     held = offloaded.held(run)
     run.close()
     trained = run.delivery.parameters
@@ -127,7 +130,7 @@ def simulate(
         phases,
         places,
         seconds,
-        meter.flops,
+        flops,
         sum(p.numel() for _, p in run.parameters()),
         sum(p.numel() for p in trained.values()),
         sum(p.nbytes for p in weights.values()) + sum(states.values()),
@@ -135,6 +138,7 @@ def simulate(
         {place: operator for place, (_, operator) in shares.items()},
         drawn,
         away={str(place): size for place, size in held.items()},
+        fresh=fresh,
     )
     here = int(config[layers_of(config)])
     itemsize = DTYPES[recipe.precision].itemsize
@@ -142,17 +146,17 @@ def simulate(
 
 
 def _away_seconds(
-    run: Run, before: dict[Place, tuple[int, int]], states: int, rates: Rates, compute: float, most: int | None
+    run: Run, before: dict[Place, tuple[int, int]], states: int, rates: Rates, compute: float, often: float
 ) -> float:
-    """What offloaded bytes add to the seconds of the step that was simulated, of at most `most` micro-batches."""
+    """What offloaded bytes add to a step of `compute` seconds; `often` times as much moves as was simulated."""
     now = offloaded.moved(run)
-    activations = {place: (now[place][0] - before[place][0], now[place][1] - before[place][1]) for place in now}
-    there = transfers.seconds(activations, rates.near, compute)
+    activations = {
+        place: (int(often * (now[place][0] - before[place][0])), int(often * (now[place][1] - before[place][1])))
+        for place in now
+    }
     parameters = sum(p.nbytes for p in run.delivery.parameters.values())
     update = transfers.update_seconds(run.exact.states, states, parameters, rates.near)
-    # A search counts this step as often as its micro-batches go into the whole one; there is one update all the same.
-    whole = -(-run.recipe.rows_per_step // run.exact.micro_rows)
-    return there + update * min(1.0, (most or whole) / whole)
+    return transfers.seconds(activations, rates.near, compute) + update
 
 
 def _by_category(found: tuple[int, ...]) -> tuple[int, ...]:
