@@ -123,7 +123,7 @@ def _disk(recipe: Any, kept_bytes: int) -> int:
 
 def _reasons(search: Search, exact: ExactChoices, where: Places, away: bool) -> list[str]:
     """What each decision saves against the next larger one, from what the search has simulated anyway."""
-    row = replace(exact, recompute=(), malloc="return")
+    row = replace(exact, recompute=(), malloc="return", offload=())
     extension, blocks, count = search.row(row), search.blocks, len(exact.recompute)
     budget = format_bytes(search.budgets[exact.malloc][0])
     reasons = []

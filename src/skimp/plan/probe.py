@@ -25,8 +25,8 @@ from skimp.run.build import DTYPES, rule_name
 
 #: Largest sides of what is measured: past them the rates are those of larger tensors.
 TOKENS, WIDTH, INNER, LENGTH = 512, 1024, 2048, 2048
-#: Numbers of a stream (8 MiB in float32), of a parameter to update, bytes of fresh memory at a time, and bytes that push
-#: a parameter out of the caches, as the others do in a step.
+#: Numbers of a stream (8 MiB in float32) and of a parameter to update; bytes of fresh memory at a time, and bytes that
+#: push a parameter out of the caches, as the others do in a step.
 STREAM, PARAMETER, FRESH, OTHERS = 2 << 20, 1 << 20, 16 << 20, 24 << 20
 TRIES = 7
 

@@ -276,7 +276,7 @@ class Search:
     def _one_more(self, candidate: Candidate) -> Iterator[Candidate]:
         """The next point of a row whose extension was too hopeful: one block more recomputed."""
         count = len(candidate.exact.recompute) + 1
-        if self.pinned_count() is None and count <= self.blocks:
+        if self.pinned_count() is None and count <= self.blocks and not candidate.exact.offload:
             row = replace(candidate.exact, recompute=(), malloc="return")
             yield self.point(row, candidate.exact.malloc, count)
 
