@@ -122,6 +122,9 @@ bench-optim: $(BENCH) native  ## one optimizer step against torch, bitsandbytes 
 bench-offload: install  ## states and activations on disk: memory, time, and the bits of the losses
 	$(BIN)/python benchmarks/offload.py $(ARGS)
 
+bench-step-time: install  ## predicted against measured seconds of a step over points of the frontier
+	$(BIN)/python benchmarks/step_time.py $(ARGS)
+
 bench-kills: install  ## kill a run twenty times; the weights must come out bit-equal
 	$(BIN)/python benchmarks/kills.py $(ARGS)
 

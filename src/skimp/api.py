@@ -87,7 +87,7 @@ def drawn(recipe: Source, *overrides: str, of: Plan, budget: str | int | None = 
 
     described = load_recipe(recipe, [*overrides, *([f"budget={budget}"] if budget is not None else [])])
     config = resolve_model(described.model).config
-    return draw_plan(described, config, of, device_rates(of.places, described.precision))
+    return draw_plan(described, config, of, device_rates(of.places, described, config))
 
 
 def plan_recipe(

@@ -102,6 +102,11 @@ class CostMeter:
         into[1] += often * flops
         into[2] += 0 if func._schema.is_mutable else often * made
 
+    @property
+    def seconds(self) -> float:
+        """Of what was simulated so far."""
+        return float(sum(part[0] for part in self.sums))
+
     def of_step(self, micro_batches: int) -> tuple[float, int, int]:
         """Seconds, operations and fresh bytes of a whole step; the last micro-batch simulated stands for all after."""
         more = max(0, micro_batches - len(self.sums) + 1)

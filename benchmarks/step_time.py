@@ -1,0 +1,123 @@
+"""Predicted against measured seconds of a step, over points of the memory-time frontier of one model.
+
+    python benchmarks/step_time.py            # about three minutes; leave the machine alone meanwhile
+    python benchmarks/step_time.py --blocks 6 --seq 128 --steps 1
+
+One process builds the model once and goes from point to point by `Run.rebuild`; each point takes one step to warm up
+and `--steps` that count (the fastest of them: what else ran on the machine only adds). Predictions are made before,
+from the probe's rates alone. Exit code 1 when the median error is above 25 % or the rank correlation below 0.9.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import measure
+from skimp.core.exact import ExactChoices
+from skimp.core.lean import stay_lean
+from skimp.core.memory.process import set_malloc_policy
+
+ROWS = 4
+
+
+def points(blocks: int, tokens: int) -> list[ExactChoices]:
+    """Micro-batches x recomputed blocks, and one of each other kind."""
+    some = [0, blocks // 2, blocks]
+    found = [ExactChoices(m, tuple(range(n))) for m in (1, 2, ROWS) for n in some]
+    everything = tuple(range(blocks))
+    return [
+        *found,
+        ExactChoices(ROWS, everything, keep="attention"),
+        ExactChoices(ROWS, everything, in_backward=True),
+        ExactChoices(ROWS, in_backward=True),
+        ExactChoices(1, loss_chunk=64),
+        ExactChoices(ROWS, loss_chunk=tokens),
+    ]
+
+
+def ranks(values: list[float]) -> list[float]:
+    """Rank of each value; there are no ties among measured times."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    return [float(order.index(i)) for i in range(len(values))]
+
+
+def correlation(a: list[float], b: list[float]) -> float:
+    """Spearman's: Pearson's over the ranks."""
+    x, y = ranks(a), ranks(b)
+    mean = (len(x) - 1) / 2
+    above = sum((p - mean) * (q - mean) for p, q in zip(x, y, strict=True))
+    return above / sum((p - mean) ** 2 for p in x)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--blocks", type=int, default=12, help="blocks of the model that are kept")
+    parser.add_argument("--seq", type=int, default=512, help="tokens of a row; a step is four rows")
+    parser.add_argument("--steps", type=int, default=2, help="steps of each point that count")
+    parser.add_argument("--optimizer", default="adamw", help="update rule")
+    parser.add_argument("--json", help="write the figures here as well")
+    args = parser.parse_args()
+    stay_lean()
+    set_malloc_policy()
+    from skimp.core.structure import layers_of
+    from skimp.data.synthetic import synthetic_batch
+    from skimp.kernels.native import pool
+    from skimp.plan.probe import probe
+    from skimp.plan.simulate import simulate
+    from skimp.recipe import load_recipe, resolve_model
+    from skimp.run.build import build
+    from skimp.run.weights import init_scratch
+
+    recipe = load_recipe({
+        "model": {"name": args.model, "init": "scratch"}, "output": "runs/step-time", "eval": None,
+        "data": {"train": "pydoc", "seq_len": args.seq, "packing": False, "validation": None},
+        "train": {"steps": 1, "batch_tokens": ROWS * args.seq, "clip": 1e-3}, "optimizer": args.optimizer,
+    })  # fmt: skip
+    config = dict(resolve_model(recipe.model).config)
+    config[layers_of(config)] = args.blocks
+    lattice = points(args.blocks, ROWS * args.seq)
+    rates = probe(recipe, config)
+    one = (0, args.seq)
+    planned = [simulate(recipe, exact, config, rates=rates, steps=1, documents=one) for exact in lattice]
+    if pool.available():
+        pool.install(max(p.peak_bytes for p in planned) + (32 << 20))
+    policy = "pool" if pool.available() else "return"
+    run = build(recipe, lattice[0], config, fill=lambda model: init_scratch(model, 0))
+    batch = synthetic_batch(args.seq, ROWS, config["vocab_size"], None)
+    rows: list[dict[str, Any]] = []
+    for exact, profile in zip(lattice, planned, strict=True):
+        run.rebuild(replace(exact, malloc=policy))
+        spent = []
+        for _ in range(args.steps + 1):
+            start = time.perf_counter()
+            run.step(batch)
+            spent.append(time.perf_counter() - start)
+        rows.append({
+            "way": exact.describe(args.blocks, ROWS), "peak": profile.peak_bytes,
+            "predicted": profile.seconds, "measured": min(spent[1:]),
+        })  # fmt: skip
+    head = ["point", "planned peak", "predicted", "measured", "error"]
+    lines = [
+        [r["way"], measure.gb(r["peak"]), f"{r['predicted']:.2f} s", f"{r['measured']:.2f} s",
+         f"{r['predicted'] / r['measured'] - 1:+.0%}"]
+        for r in rows
+    ]  # fmt: skip
+    print(f"{args.model} cut to {args.blocks} blocks, {ROWS} rows of {args.seq} tokens, {args.optimizer}, {policy}")
+    print(f"{measure.machine()}\n{rates}\n")
+    print(measure.table(head, lines))
+    errors = [abs(r["predicted"] / r["measured"] - 1) for r in rows]
+    rank = correlation([r["predicted"] for r in rows], [r["measured"] for r in rows])
+    claims = [("median error", measure.middle(errors), "<=", 0.25), ("rank correlation", rank, ">=", 0.9)]
+    said, good = measure.verdicts(claims)
+    print("\n" + "\n".join(said))
+    measure.write_json(args.json, {"rows": rows, "verdicts": said, "machine": measure.machine()})
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()
