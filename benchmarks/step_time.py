@@ -1,6 +1,6 @@
 """Predicted against measured seconds of a step, over points of the memory-time frontier of one model.
 
-    python benchmarks/step_time.py            # about three minutes; leave the machine alone meanwhile
+    python benchmarks/step_time.py            # about two minutes; leave the machine alone meanwhile
     python benchmarks/step_time.py --blocks 6 --seq 128 --steps 1
 
 One process builds the model once and goes from point to point by `Run.rebuild`; each point takes one step to warm up
@@ -56,7 +56,7 @@ def correlation(a: list[float], b: list[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--blocks", type=int, default=12, help="blocks of the model that are kept")
+    parser.add_argument("--blocks", type=int, default=6, help="blocks of the model that are kept")
     parser.add_argument("--seq", type=int, default=512, help="tokens of a row; a step is four rows")
     parser.add_argument("--steps", type=int, default=2, help="steps of each point that count")
     parser.add_argument("--optimizer", default="adamw", help="update rule")
@@ -101,6 +101,7 @@ def main() -> None:
             "way": exact.describe(args.blocks, ROWS), "peak": profile.peak_bytes,
             "predicted": profile.seconds, "measured": min(spent[1:]),
         })  # fmt: skip
+        print(rows[-1], flush=True)
     head = ["point", "planned peak", "predicted", "measured", "error"]
     lines = [
         [r["way"], measure.gb(r["peak"]), f"{r['predicted']:.2f} s", f"{r['measured']:.2f} s",
