@@ -96,6 +96,14 @@ def test_the_plan_goes_as_far_as_it_must() -> None:
     assert found["both"].offload
 
 
+def test_what_cannot_wait_elsewhere_is_not_tried() -> None:
+    """Adafactor's states are no place's worth: its facts say so, and a plan must not run into them."""
+    asked = recipe("optimizer=adafactor")
+    found = OffloadingSearch(asked, CONFIG, BLOCKS, {"return": (1, 1.0)}, RATES, "cpu")
+    assert found._homes == [None]
+    assert found._places == [None, "disk"]
+
+
 def test_pins_are_kept(tmp_path: Path) -> None:
     asked = recipe("exact.offload={activations: disk, blocks: [1, 3], optimizer: none}", output=tmp_path)
     plan = make_plan(asked, CONFIG, where=places(10**9, near=str(tmp_path)))

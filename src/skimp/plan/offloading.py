@@ -18,11 +18,13 @@ from typing import Any
 
 from skimp.activations.offload import choose
 from skimp.core.exact import ExactChoices, Place, Residence
+from skimp.core.registry import conflict_of
 from skimp.core.units import format_bytes
 from skimp.plan import transfers
 from skimp.plan.profile import MemoryProfile
 from skimp.plan.search import Candidate, Search
 from skimp.plan.simulate import simulate
+from skimp.run.build import techniques
 
 #: (away, here) blocks of the three simulations.
 CORNERS = ((4, 2), (5, 2), (4, 3))
@@ -97,8 +99,9 @@ class OffloadingSearch(Search):
         super().__init__(*args, **kwargs)
         asked = self.recipe.exact.offload
         near: Place = "disk" if self.target == "cpu" else "host"
-        self._places = _ways(asked.activations, near)
-        self._homes = _ways(asked.optimizer, near)
+        here = techniques(self.recipe, ExactChoices(1))
+        self._places = _ways(asked.activations, near, "activation-offload", here)
+        self._homes = _ways(asked.optimizer, near, "state-offload", here)
         self._pinned = asked.activations in ("host", "disk") or asked.optimizer in ("host", "disk")
         self._depths: dict[ExactChoices, Depths] = {}
 
@@ -221,9 +224,9 @@ class OffloadingSearch(Search):
         )
 
 
-def _ways(asked: Any, near: Any) -> list[Any]:
-    """A pinned place alone; or here (None) and the nearest place away."""
-    if asked == "none":
+def _ways(asked: Any, near: Any, method: str, others: list[str]) -> list[Any]:
+    """A pinned place alone; or here (None) and the nearest place away, unless the recipe's other methods forbid it."""
+    if asked == "none" or (asked is None and any(conflict_of(method, other) for other in others)):
         return [None]
     return [asked] if asked else [None, near]
 
