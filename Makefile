@@ -19,7 +19,7 @@ SHORT := train.steps=3 data.seq_len=128 train.batch_tokens=512 eval.tokens=1024
 
 .DEFAULT_GOAL := help
 .PHONY: help install native train quickstart-short test test-all lint format types docs docs-serve \
-        bench-hf bench-attach bench-lora bench-galore bench-oracle bench-plan bench-memtracker bench-resident bench-accuracy bench-optim bench-offload bench-kills bench-faults bench-loggers pictures clean
+        bench-hf bench-attach bench-lora bench-galore bench-oracle bench-plan bench-memtracker bench-resident bench-accuracy bench-optim bench-offload bench-gpu bench-kills bench-faults bench-loggers pictures clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -124,6 +124,9 @@ bench-offload: install  ## states and activations on disk: memory, time, and the
 
 bench-step-time: install  ## predicted against measured seconds of a step over points of the frontier
 	$(BIN)/python benchmarks/step_time.py $(ARGS)
+
+bench-gpu: install  ## plan against a card: allocated and reserved peaks of twenty configurations
+	$(BIN)/python benchmarks/gpu_truth.py $(ARGS)
 
 bench-kills: install  ## kill a run twenty times; the weights must come out bit-equal
 	$(BIN)/python benchmarks/kills.py $(ARGS)

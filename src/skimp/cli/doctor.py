@@ -1,4 +1,5 @@
-"""`skimp doctor`: is this machine fit, and what mends it; `skimp doctor RUN`: what a run died of, and how to go on."""
+"""`skimp doctor`: is this machine fit, and what mends it; with a run: what it died of, and how to go on; with a memory
+snapshot: what was on the card."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ CHECK_SECONDS = 180
 
 def command(
     run: Annotated[
-        str | None, typer.Argument(help="A run's folder; leave out for this machine.", autocompletion=run_folders)
+        str | None,
+        typer.Argument(
+            help="A run's folder, or a CUDA memory snapshot; leave out for this machine.", autocompletion=run_folders
+        ),
     ] = None,
     check: Annotated[
         bool,
@@ -29,10 +33,27 @@ def command(
             "--check", help="Of the machine: self-tests of kernels, tracker, disk. Of a run: its checkpoint's bytes."
         ),
     ] = False,
+    plan: Annotated[
+        str | None, typer.Option(help="Of a snapshot: the run's folder, or plan.json, to hold it against.")
+    ] = None,
     output: Annotated[str, typer.Option(help="Where runs will be written.")] = "runs",
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
 ) -> None:
-    """Look at this machine, or at a run that died. Exit code 0: all is well, 2: something is not."""
+    """Look at this machine, at a run that died, or at a memory snapshot of PyTorch's.
+
+    Exit code 0: all is well, 2: something is not.
+    """
+    from skimp.core.errors import SkimpError
+    from skimp.run.doctor.snapshot import looks_like_one
+
+    if plan is not None and (run is None or Path(run).is_dir()):
+        raise SkimpError(
+            "--plan", "no snapshot", "it is what a snapshot is held against", "skimp doctor FILE --plan RUN"
+        )
+    if run is not None and looks_like_one(Path(run)):
+        from skimp.cli.snapshot import examine as examine_snapshot
+
+        sys.exit(0 if examine_snapshot(Path(run), Path(plan) if plan else None, as_json) else 2)
     if run is not None:
         from skimp.run.doctor.autopsy import autopsy
 

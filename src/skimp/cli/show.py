@@ -30,7 +30,7 @@ def print_plan(plan: Any, console: Console) -> None:
     shares = plan.as_dict()["by_category"]
     budget = plan.places.device_budget
     verdict = Text("fits", "bold green") if plan.fits else Text("does not fit", "bold red")
-    what = "whole process" if plan.places.on_cpu else "tensors"
+    what = "whole process" if plan.places.on_cpu else "reserved on the card"
     console.print(
         Text.assemble(
             (plan.model, "bold"),

@@ -17,13 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skimp.core.cuda_attention import capability_of, cuda_attention, kernel_for
 from skimp.core.errors import ModelError
+from skimp.core.read import is_simulated
+from skimp.core.target import target, target_device
 from skimp.core.windowed import windowed_attention
 
+__all__ = ["DocumentAttention", "attend", "declared", "register", "target", "target_device"]
 NAME = "skimp"
 Documents = tuple[tuple[int, ...], ...]
 _documents: ContextVar[Documents | None] = ContextVar("skimp_documents", default=None)
-_target: ContextVar[str] = ContextVar("skimp_attention_target", default="cpu")
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -40,22 +43,6 @@ def declared(documents: Documents | None) -> Iterator[None]:
         yield
     finally:
         _documents.reset(token)
-
-
-@contextmanager
-def target(device: str) -> Iterator[None]:
-    """Declare whose kernels a simulation stands for. On "cuda" one variable-length flash call takes all documents,
-    windows and caps; it keeps what the CPU call keeps."""
-    token = _target.set(device)
-    try:
-        yield
-    finally:
-        _target.reset(token)
-
-
-def target_device() -> str:
-    """The device declared by `target`: "cpu" unless a simulation stands for another."""
-    return _target.get()
 
 
 def register() -> str:
@@ -102,16 +89,36 @@ def attend(
     documents = _documents.get()
     if documents is not None and query.shape[2] != documents[0][-1]:
         documents = None  # generation over a cache: one token against the past
-    if _target.get() != "cpu":
-        documents = softcap = sliding_window = None
+    window = sliding_window if sliding_window is not None and sliding_window < key.shape[2] else None
+    capability = _capability(query)
+    if capability is not None and key.shape[2] == query.shape[2]:
+        kernel = kernel_for(capability, query.dtype, query.shape[3], softcap)
+        if kernel != "blocks":
+            out = cuda_attention(query, key, value, documents, scaling, causal, window, kernel)
+            return out.transpose(1, 2), None
     # Several queries over a longer past (a prompt read in pieces, the next turn of a chat) are its last positions;
     # causal flash attention on a CPU would align the first query with the first key.
     behind = causal and key.shape[2] != query.shape[2]
-    if behind or softcap is not None or (sliding_window is not None and sliding_window < key.shape[2]):
+    if capability is not None and not causal and query.shape[2] > 1:
+        raise ModelError(
+            f"attention in {type(module).__name__} to both sides on a {query.device.type} device",
+            f"{query.dtype}, heads of {query.shape[3]}",
+            "no kernel of torch's takes them, and skimp's own blocks are causal",
+            "precision bf16 on a card of capability 8.0 or later",
+        )
+    if capability is not None or behind or softcap is not None or window is not None:
         out = windowed_attention(query, key, value, documents, scaling, sliding_window, softcap)
     else:
         out = DocumentAttention.apply(query, key, value, documents, scaling, causal)
     return out.transpose(1, 2), None
+
+
+def _capability(query: Tensor) -> str | None:
+    """The capability of the device the tensor is on or stands for; None on a CPU."""
+    if query.device.type == "cuda" and not is_simulated(query):
+        return capability_of(query.device.index or 0)
+    device, _, capability = target_device().partition(":")
+    return None if device == "cpu" else capability
 
 
 class DocumentAttention(torch.autograd.Function):
@@ -163,8 +170,8 @@ class DocumentAttention(torch.autograd.Function):
             parts = _flash_backward(
                 grad[cut], query[cut], key[cut], value[cut], out[cut], lse[cut], 0.0, ctx.causal, scale=ctx.scale
             )
-            for target, part in zip((dq, dk, dv), parts, strict=True):
-                target[cut].copy_(part)
+            for place, part in zip((dq, dk, dv), parts, strict=True):
+                place[cut].copy_(part)
         return dq, dk, dv, None, None, None
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from skimp.core.target import target_device
+
 _native: dict[str, Callable[..., Any]] = {}
 _reference_depth = 0
 
@@ -24,8 +26,8 @@ def attach(name: str, form: Callable[..., Any]) -> None:
 
 
 def native_form(name: str, device: torch.device) -> Callable[..., Any] | None:
-    """The native form for tensors on `device`, or None where the reference has to run."""
-    if _reference_depth or device.type != "cpu":
+    """The native form for tensors on `device`, or None where the reference has to run: off the CPU, simulated too."""
+    if _reference_depth or device.type != "cpu" or target_device() != "cpu":
         return None
     return _native.get(name)
 

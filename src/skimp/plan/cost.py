@@ -127,6 +127,15 @@ def _bytes(values: Any) -> int:
     return total
 
 
+#: Where the device's attention has the longest document's length, as `core.cuda_attention` calls it.
+_LONGEST = {
+    "aten::_flash_attention_forward": 5,
+    "aten::_flash_attention_backward": 8,
+    "aten::_efficient_attention_forward": 6,
+    "skimp::efficient_attention_backward": 9,
+}
+
+
 def _flops(name: str, args: Any) -> int:
     """Multiplications and additions; causal attention counts half of its square."""
     if name in ("aten::mm", "aten::bmm"):
@@ -137,4 +146,8 @@ def _flops(name: str, args: Any) -> int:
         return 2 * args[0].numel() * args[1].shape[2]
     if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
         return 5 * args[1].numel() * args[2].shape[2]
+    place = _LONGEST.get(name)
+    if place is not None:
+        backward = "backward" in name
+        return (5 if backward else 2) * args[1 if backward else 0].numel() * args[place]
     return 0

@@ -30,7 +30,7 @@ def drawn(recipe: Any, config: dict[str, Any], plan: Plan, rates: Rates = UNKNOW
     micro = -(-recipe.rows_per_step // plan.exact.micro_rows)
     part = min(micro, 2)
     steps = 2 if plan.blocks * part <= TWO_STEPS else 1
-    target = "cpu" if plan.places.on_cpu else "cuda"
+    target = "cpu" if plan.places.on_cpu else f"cuda:{plan.places.card.capability}"
     profile = simulate(
         recipe, plan.exact, config, rates=rates, target=target, steps=steps, micro_batches=part, timeline=True
     )

@@ -7,7 +7,9 @@ from typing import Any
 
 from skimp.core.errors import ModelError
 from skimp.core.exact import ExactChoices
+from skimp.core.memory.cuda_settings import settings_here
 from skimp.core.memory.process import Policy
+from skimp.core.memory.trace import Reservation
 from skimp.core.structure import layers_of
 from skimp.core.units import format_bytes
 from skimp.plan import offloading
@@ -17,6 +19,7 @@ from skimp.plan.offloading import OffloadingSearch
 from skimp.plan.places import POOL_ROOM, Places, budgets, places
 from skimp.plan.plan import Alternative, Plan
 from skimp.plan.probe import probe
+from skimp.plan.reserve import assumptions, best_reserved
 from skimp.plan.search import Candidate, Search
 from skimp.plan.sharded import one_card
 from skimp.run.skeleton import dropout_of
@@ -54,19 +57,31 @@ def make_plan(
     where = where or places(recipe, config, gpu, memory, text_bytes)
     recipe = one_card(recipe, where.count)
     blocks = int(config[layers_of(config)])
-    target = "cpu" if where.on_cpu else "cuda"
+    target = "cpu" if where.on_cpu else f"cuda:{where.card.capability}"
     rates = device_rates(where, recipe, config)
     search = OffloadingSearch(recipe, config, blocks, budgets(where, recipe), rates, target, where.count)
-    profile, found, seconds = search.best()
-    peak = _compared(where, profile.peak_bytes, profile.exact.malloc)
+    reservation = None
+    if where.on_cpu or where.count > 1:  # several cards are by formula: no step to replay
+        profile, found, seconds = search.best()
+    else:
+        profile, found, seconds, reservation = best_reserved(search, where)
+    # What blocks, segments and the matrix library take on a card beyond the tensors.
+    more = 0 if where.on_cpu else 2 * where.card.workspace_bytes
+    if reservation is not None:
+        more = max(0, reservation.reserved - profile.peak_bytes)
+    peak = _compared(where, profile.peak_bytes, profile.exact.malloc, more)
     disk = _disk(recipe, profile.kept_bytes) + where.text_bytes + profile.away.get("disk", 0)
     # One process a card, on one machine: its host memory holds them all.
     host = where.count * (profile.away.get("host", 0) + (0 if where.on_cpu else where.baseline))
     fits = peak <= where.device_budget and disk <= where.disk and (where.on_cpu or host <= where.host)
+    fits = fits and (reservation is None or reservation.fits)
     others = [c for c in _undominated(found, where) if c.exact != profile.exact][:ALTERNATIVES]
-    alternatives = [_alternative(c, where, blocks, recipe.rows_per_step) for c in others]
+    alternatives = [_alternative(c, where, blocks, recipe.rows_per_step, more) for c in others]
     if not fits and offer:
-        alternatives += offers(recipe, config, blocks, where, rates, target, peak, sum(profile.resting.values()))
+        rest = sum(profile.resting.values())
+        # As the smallest exact run's excess, and one more segment.
+        allowed = 0 if where.on_cpu else more + settings_here().large_segment
+        alternatives += offers(recipe, config, blocks, where, rates, target, peak, rest, allowed)
     return Plan(
         fits=fits,
         exact=profile.exact,
@@ -84,14 +99,16 @@ def make_plan(
         model=label or str(config.get("model_type")),
         blocks=blocks,
         rows=recipe.rows_per_step,
-        notes=tuple(_notes(recipe, config, where, search)),
+        notes=tuple(_notes(recipe, config, where, search, reservation)),
         rates=rates.source,
         tokens=where.count * recipe.train.batch_tokens,
+        reservation=reservation,
     )
 
 
-def _compared(where: Places, tracked: int, policy: Policy) -> int:
-    return where.resident_peak(tracked, policy) if where.on_cpu else tracked
+def _compared(where: Places, tracked: int, policy: Policy, more: int) -> int:
+    """Bytes to hold against the budget: resident ones on a CPU, reserved ones on a card."""
+    return where.resident_peak(tracked, policy) if where.on_cpu else tracked + more
 
 
 def device_rates(where: Places, recipe: Any, config: dict[str, Any]) -> Rates:
@@ -168,14 +185,14 @@ def _undominated(found: list[Candidate], where: Places) -> list[Candidate]:
     """Those that nothing beats in both time and memory, fastest first."""
     kept: list[Candidate] = []
     for candidate in sorted(found, key=lambda c: (c.seconds, c.peak)):
-        peak = _compared(where, candidate.peak, candidate.exact.malloc)
-        if all(peak < _compared(where, other.peak, other.exact.malloc) for other in kept):
+        peak = _compared(where, candidate.peak, candidate.exact.malloc, 0)
+        if all(peak < _compared(where, other.peak, other.exact.malloc, 0) for other in kept):
             kept.append(candidate)
     return kept
 
 
-def _alternative(candidate: Candidate, where: Places, blocks: int, rows: int) -> Alternative:
-    peak = _compared(where, candidate.peak, candidate.exact.malloc)
+def _alternative(candidate: Candidate, where: Places, blocks: int, rows: int, more: int) -> Alternative:
+    peak = _compared(where, candidate.peak, candidate.exact.malloc, more)
     exact = candidate.exact
     overrides = (
         f"exact.micro_batch={exact.micro_rows}",
@@ -191,8 +208,12 @@ def _alternative(candidate: Candidate, where: Places, blocks: int, rows: int) ->
     )
 
 
-def _notes(recipe: Any, config: dict[str, Any], where: Places, search: Search) -> list[str]:
+def _notes(
+    recipe: Any, config: dict[str, Any], where: Places, search: Search, reservation: Reservation | None
+) -> list[str]:
     notes = []
+    if reservation is not None:
+        notes += assumptions(where, reservation)
     if where.count > 1:
         notes.append(
             f"{where.count} cards by formula, not simulated together: each takes {recipe.rows_per_step} of "

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from skimp.core.exact import ExactChoices
 from skimp.plan.cost import Rates
 from skimp.plan.extend import extend_line
 from skimp.plan.places import Places, budgets
 from skimp.plan.plan import Alternative
+from skimp.plan.reserve import reserve
 from skimp.plan.search import Search
 from skimp.recipe.adapter import Adapter
 
@@ -44,6 +46,9 @@ WAYS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
     ("half the sequence, same tokens a step: other text is seen together", ("data.seq_len=HALF",), {"seq": 0.5}),
 )
 
+#: Blocks of a model whose every offer is simulated in full, which takes a fraction of a second.
+FEW = 12
+
 
 def offers(
     recipe: Any,
@@ -54,11 +59,14 @@ def offers(
     target: str,
     least: int,
     rest: int,
+    more: int = 0,
 ) -> list[Alternative]:
     """Simulate each way at its smallest exact point, so that what is offered is what could be reached.
 
     A way that does not get below `least`, the smallest exact run, is not offered. A shorter sequence shrinks nothing
     of what is always there (`rest`: weights and optimizer states), so it is not even tried where that is too much.
+    On a card `more` bytes are allowed for what its allocator takes beyond the tensors; a model of few blocks is
+    replayed instead.
     """
     found: list[Alternative] = []
     for label, overrides, change in WAYS:
@@ -68,8 +76,15 @@ def offers(
         if "adapter" in change and any(a.fits and "adapter=lora" in a.overrides for a in found):
             continue  # the base may keep its precision
         allowed = budgets(where, changed)
-        best = smallest(Search(changed, config, blocks, allowed, rates, target, where.count))
-        peak = min(where.resident_peak(best[0], p) for p in allowed) if where.on_cpu else best[0]
+        search = Search(changed, config, blocks, allowed, rates, target, where.count)
+        best = smallest(search)
+        if where.on_cpu:
+            peak = min(where.resident_peak(best[0], p) for p in allowed)
+        elif blocks <= FEW and where.count == 1:
+            exact = search.exact(*_smallest_row(search))
+            peak = max(best[0], reserve(changed, config, exact, where, target=target).reserved)
+        else:
+            peak = best[0] + more
         typed = tuple(o.replace("HALF", str(recipe.data.seq_len // 2)) for o in overrides)
         found.append(Alternative(label, peak, best[1], peak <= where.device_budget, False, typed))
     found = [a for a in found if a.fits or a.peak_bytes < 0.98 * least]
@@ -79,17 +94,22 @@ def offers(
 def smallest(search: Search) -> tuple[int, float]:
     """Peak and seconds of the recipe's smallest run: every block recomputed (or as pinned), small chunks, gradients
     freed in backward unless the recipe pins otherwise. Two depths fix the line."""
-    in_backward = search.recipe.exact.in_backward is not False
-    roots = list(search.lattice.roots(in_backward)) or list(search.lattice.roots(in_backward=False))
-    row = search.lattice.least(roots[0])
-    pinned = search.pinned_count()
-    kept = 0 if pinned is None else search.blocks - pinned
+    row, again = _smallest_row(search)
+    kept = search.blocks - again
     if kept:
         extension = search.row(row)
         return extension.peak(kept, search.blocks - kept), extension.seconds.at(kept, search.blocks - kept)
     one, two = (search.small(row, depth, depth) for depth in (1, 2))
     more = search.blocks - 1
     return extend_line(one, two, more), one.seconds + more * (two.seconds - one.seconds)
+
+
+def _smallest_row(search: Search) -> tuple[ExactChoices, int]:
+    """The row of the recipe's smallest run, and how many blocks it recomputes."""
+    in_backward = search.recipe.exact.in_backward is not False
+    roots = list(search.lattice.roots(in_backward)) or list(search.lattice.roots(in_backward=False))
+    pinned = search.pinned_count()
+    return search.lattice.least(roots[0]), search.blocks if pinned is None else pinned
 
 
 def _changed(recipe: Any, change: dict[str, Any]) -> Any | None:

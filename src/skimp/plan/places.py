@@ -71,9 +71,10 @@ class Places:
         return self.device == "cpu"
 
     def tensor_budget(self, policy: Policy = "return") -> int:
-        """Tracked bytes that fit: on a CPU the budget less the process's own bytes and the slack."""
+        """Tracked bytes that fit: on a CPU the budget less the process's own bytes and the slack, on a card less the
+        matrix library's workspaces; what lies in pieces there is known once a choice is made (`plan.reserve`)."""
         if not self.on_cpu:
-            return self.device_budget
+            return self.device_budget - 2 * self.card.workspace_bytes
         fixed, share = _slack(policy)
         room, more = POOL_ROOM if policy == "pool" else 0, self.seen.more.get(policy, More())
         left = self.device_budget - self.baseline - fixed - room

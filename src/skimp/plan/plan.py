@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skimp.core.exact import ExactChoices
+from skimp.core.memory.trace import Reservation
 from skimp.plan.places import Places
 from skimp.plan.profile import MemoryProfile
 
@@ -41,12 +42,13 @@ class Plan:
         exact: the chosen exact techniques (the smallest run when nothing fits).
         profile: its simulation.
         places: budgets.
-        peak_bytes: what is compared with the budget: the process's resident peak on a CPU, tensors on a card.
+        peak_bytes: what is compared with the budget: the process's resident peak on a CPU, reserved bytes on a card.
         seconds: predicted seconds of one optimizer step.
         why: reasons, one sentence with bytes each.
         alternatives: other exact ways, then approximate offers.
         disk_bytes: on disk at most: checkpoints, the text as tokens, and what is offloaded there.
         host_bytes: of the process in main memory at most; beside a card, what is offloaded to it included.
+        reservation: on a card, the allocator's peaks.
         notes: what the reader should know (dropout set to 0, packing simulated as …).
     """
 
@@ -66,11 +68,12 @@ class Plan:
     rates: str = ""
     tokens: int = 0
     host_bytes: int = 0
+    reservation: Reservation | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The stable JSON of `skimp plan --json`."""
         shares = dict(self.profile.peak.by_category)
-        device = {
+        device: dict[str, Any] = {
             "name": self.places.device,
             "budget_bytes": self.places.device_budget,
             "peak_bytes": self.peak_bytes,
@@ -79,6 +82,10 @@ class Plan:
         if self.places.on_cpu:
             shares["baseline"] = self.places.baseline
             shares["allocator"] = self.peak_bytes - self.places.baseline - self.profile.peak.total
+        else:
+            shares["allocator"] = self.peak_bytes - self.profile.peak.total
+        if self.reservation is not None:
+            device["allocator"] = self.reservation.as_dict()
         return {
             "fits": self.fits,
             "peak_bytes": self.peak_bytes,

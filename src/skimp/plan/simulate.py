@@ -92,6 +92,8 @@ def simulate(
             steps = max(steps, run.layers.sets)  # each step trains another of the costliest sets of blocks
         for index in range(steps):
             meter.on = index == steps - 1
+            if trace is not None:
+                trace.begin_step()
             tracker.count = 0  # operators are numbered within their step, as a watched real step numbers them
             if timeline and meter.on:
                 # Its seconds are the predicted ones: those of simulating mean nothing.
@@ -107,6 +109,8 @@ def simulate(
             with scope(phase="evaluate"):
                 run.evaluate([batch.take(0, 1)])
             phases["evaluate"] = tracker.peak.total
+        if trace is not None:
+            trace.close()
     rule = run.optimizer
     states = {p: rule.bytes_of(p) for p in rule.parameters()}
     beside = [size for p, size in states.items() if rule.away is None or not rule.away.holds(rule.name_of(p))]

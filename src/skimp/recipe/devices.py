@@ -33,6 +33,7 @@ class Card:
         usable_bytes: what the driver lets processes allocate, all processes together.
         context_bytes: what the driver and loaded kernels take of it for one process; an assumption,
             measured when the run is on the card.
+        workspace_bytes: what PyTorch gives each handle of the matrix library, through its allocator; an assumption.
         capability: CUDA compute capability, such as "8.9"; a gfx name for AMD; "" when not known.
         bf16_tflops: dense bfloat16 rate with float32 accumulation, 10**12 operations a second; None without
             bfloat16 matrix units.
@@ -45,6 +46,7 @@ class Card:
     size_gb: int
     usable_bytes: int
     context_bytes: int
+    workspace_bytes: int
     capability: str
     bf16_tflops: float | None
     fp32_tflops: float
@@ -73,10 +75,13 @@ def cards() -> dict[str, Card]:
     for row in table["cards"]:
         usable = int(row.pop("usable_gib") * GIB)
         context = int(row.pop("context_mb") * 10**6)
+        workspace = row.pop("blas_workspace_kib") * 1024
         row.pop("aliases", None)
         basis = f"{row['name']}: {format_bytes(usable)} usable of {row['size_gb']} GB, less "
         f"{format_bytes(context)} of context"
-        found[row["name"]] = Card(usable_bytes=usable, context_bytes=context, basis=basis, **row)
+        found[row["name"]] = Card(
+            usable_bytes=usable, context_bytes=context, workspace_bytes=workspace, basis=basis, **row
+        )
     return found
 
 
@@ -146,6 +151,7 @@ def _of_size(size_gb: int, text: str) -> Card:
         size_gb=size_gb,
         usable_bytes=least.usable_bytes,
         context_bytes=least.context_bytes,
+        workspace_bytes=max(card.workspace_bytes for card in same),
         capability=least.capability,
         bf16_tflops=min(bf16) if bf16 else None,
         fp32_tflops=min(card.fp32_tflops for card in same),

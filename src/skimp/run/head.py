@@ -117,11 +117,12 @@ class Head:
         if not self.autocast:
             return contextlib.nullcontext()
         # The weight cache would hold bf16 copies of every weight until the region ends, beside the ones autograd keeps.
-        return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+        return torch.autocast(self.weight.device.type, torch.bfloat16, cache_enabled=False)
 
     def _products(self) -> torch.dtype | None:
         """dtype of the head's matrix products: a card multiplies bfloat16 as it is, a CPU widens it in slices."""
-        return torch.bfloat16 if attention.target_device() != "cpu" and self.weight.dtype == torch.bfloat16 else None
+        on_card = self.weight.device.type == "cuda" or attention.target_device() != "cpu"
+        return torch.bfloat16 if on_card and self.weight.dtype == torch.bfloat16 else None
 
     @torch.no_grad()
     def walk(self, batch: Batch) -> None:

@@ -102,21 +102,27 @@ class CudaAllocator:
         if stream != block.pool.stream:
             block.uses.add(stream)
 
-    def synchronise(self) -> None:
-        """All streams have come to an end: what waited for them is free."""
-        waiting, self._waiting = self._waiting, []
-        for block in waiting:
-            block.uses.clear()
-            self._cache(block)
+    def synchronise(self, block: Block | None = None) -> None:
+        """All streams have come to an end, or those that used `block`: what waited for them is free."""
+        done = [b for b in self._waiting if block is None or b is block]
+        self._waiting = [b for b in self._waiting if block is not None and b is not block]
+        for one in done:
+            one.uses.clear()
+            self._cache(one)
 
-    def release(self) -> None:
-        """Give every cached segment without a block in use back to the driver, and every such page."""
-        self.synchronise()
+    def release(self, address: int | None = None) -> None:
+        """Give every cached segment without a block in use back to the driver, and every such page.
+
+        Args:
+            address: only the segment there, if it is one; all pages of expandable segments.
+        """
+        if address is None:
+            self.synchronise()
         for pool in self._pools.values():
             for _, _, block in list(pool.cached):
                 if block.origin is not None:
                     self.reserved.now -= unmap(block)
-                elif block.whole:
+                elif block.whole and address in (None, block.address):
                     self._give_back(block)
 
     def cached_blocks(self) -> list[int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from skimp.core.errors import OutOfMemory
 from skimp.core.memory.cuda_allocator import CudaAllocator
+from skimp.core.memory.cuda_blocks import Block
 from skimp.core.memory.cuda_settings import DEFAULTS, AllocatorSettings
 
 #: Operators that make a matrix library open a handle, which takes its workspace once.
@@ -74,21 +75,32 @@ class Trace:
     sizes: array[int] = field(default_factory=lambda: array("q"))
     starts: list[int] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
+    #: The event a step begins at; what is before it happens once.
+    step: int = 0
+    closed: bool = False
     _handles: set[bool] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self.keys)
 
+    def begin_step(self) -> None:
+        """The events from here on come again with every step."""
+        self.step = len(self.keys)
+
+    def close(self) -> None:
+        """What comes and goes from here on is the simulation's own end."""
+        self.closed = True
+
     def malloc(self, key: int, size: int, phase: str = "", owner: str = "") -> None:
         """A storage of `size` bytes; empty ones get no block."""
-        if size:
+        if size and not self.closed:
             self._at(phase, owner)
             self.keys.append(key)
             self.sizes.append(size)
 
     def free(self, key: int, size: int, phase: str = "", owner: str = "") -> None:
         """Its end."""
-        if size:
+        if size and not self.closed:
             self._at(phase, owner)
             self.keys.append(key)
             self.sizes.append(-1)
@@ -102,9 +114,9 @@ class Trace:
             self.malloc(-1, inside, phase, owner)
             self.free(-1, inside, phase, owner)
 
-    def events(self) -> Iterator[tuple[int, int]]:
+    def events(self, first: int = 0) -> Iterator[tuple[int, int]]:
         """(key, size or -1) in order."""
-        return zip(self.keys, self.sizes, strict=True)
+        return zip(self.keys[first:], self.sizes[first:], strict=True)
 
     def place(self, index: int) -> Place:
         """Where event `index` was."""
@@ -117,26 +129,32 @@ class Trace:
             self.places.append((phase, owner))
 
 
-def replay(trace: Trace, settings: AllocatorSettings = DEFAULTS, capacity: int | None = None) -> Reservation:
+def replay(
+    trace: Trace, settings: AllocatorSettings = DEFAULTS, capacity: int | None = None, steps: int = 1
+) -> Reservation:
     """Feed a trace to the CUDA allocator's model.
 
     Args:
         settings: the allocator's.
         capacity: bytes the device can give; None for no end.
+        steps: how often the step is replayed: the second begins among the first one's pieces. Tensors that a step made
+            and left are the next one's.
     """
     allocator = CudaAllocator(settings, capacity)
     malloc, free, reserved = allocator.malloc, allocator.free, allocator.reserved
-    held: dict[int, object] = {}
+    held: dict[int, Block] = {}
     most = at = index = 0
     fits = True
     try:
-        for index, (key, size) in enumerate(trace.events()):
-            if size > 0:
-                held[key] = malloc(size)
-                if reserved.peak > most:
-                    most, at = reserved.peak, index
-            else:
-                free(held.pop(key))  # type: ignore[arg-type]
+        for step in range(steps):
+            first = trace.step if step else 0
+            for index, (key, size) in enumerate(trace.events(first), first):
+                if size < 0:
+                    free(held.pop(key))
+                elif key not in held:
+                    held[key] = malloc(size)
+                    if reserved.peak > most:
+                        most, at = reserved.peak, index
     except OutOfMemory:
         fits, at = False, index
     return Reservation(

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skimp.core.memory import aten_cpu  # noqa: F401  (registers the rules)
+from skimp.core.memory import aten_cpu, aten_cuda  # noqa: F401  (the first registers its rules)
 from skimp.core.memory.remembered import memory
 from skimp.core.memory.timeline import Timeline
 from skimp.core.memory.trace import Trace
@@ -133,7 +133,7 @@ class Tracker(TorchDispatchMode):
             for item in out:
                 if isinstance(item, Tensor):
                     self._see(item)
-        inside = workspace_bytes(name, args, kwargs) if self.host_rules or not name.startswith("aten::") else 0
+        inside = (workspace_bytes if self.host_rules else aten_cuda.workspace)(name, args, kwargs)
         if self.trace is not None:
             self.trace.called(name, inside, self.phase, self.owner)
         place = (self.phase, self.owner)
