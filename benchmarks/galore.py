@@ -22,7 +22,7 @@ from torch import Tensor
 
 import measure
 
-RANK, FIRST, SECOND, TOKENS, ROWS, SEQ = 128, 50, 250, 64, 4, 512
+RANK, TOKENS, ROWS, SEQ = 128, 64, 4, 512
 ROLES = ("attn", "mlp")
 
 
@@ -85,19 +85,22 @@ def record(args: argparse.Namespace) -> None:
         optimizer.load_state_dict(saved["optimizer"])
         step = saved["step"]
     until = time.monotonic() + args.seconds
-    while step < SECOND and time.monotonic() < until:
+    while step < args.first + args.gap and time.monotonic() < until:
         optimizer.zero_grad()
         backward(model, tokens, 7919 * step, 1, TOKENS)
         optimizer.step()
         step += 1
-        if step in (FIRST, SECOND):
+        if step in (args.first, args.first + args.gap):
             optimizer.zero_grad()
             loss = backward(model, tokens, 104729 * step, ROWS, SEQ)
             torch.save({n: p.grad for n, p in matrices(model).items()}, Path(args.work) / f"grads-{step}.pt")
-            print(f"step {step}: gradients of {ROWS * SEQ} tokens, loss {loss:.3f}")
+            print(f"step {step}: gradients of {ROWS * SEQ} tokens, loss {loss:.3f}", flush=True)
     optimizer.zero_grad()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, state)
-    print(f"{step} of {SECOND} steps" + ("" if step == SECOND else ": run it again to go on"))
+    aside = state.with_suffix(".tmp")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, aside)
+    aside.rename(state)
+    last = args.first + args.gap
+    print(f"{step} of {last} steps" + ("" if step == last else ": run it again to go on"))
 
 
 def best(call: Callable[[], Any], rounds: int) -> float:
@@ -192,7 +195,9 @@ def plain_steps(grads: dict[str, Tensor], bases: dict[str, Tensor], rounds: int)
 def timed(args: argparse.Namespace) -> None:
     """All figures of `time`, against what must be reached."""
     work = Path(args.work)
-    first, second = (torch.load(work / f"grads-{step}.pt", weights_only=True) for step in (FIRST, SECOND))
+    first, second = (
+        torch.load(work / f"grads-{step}.pt", weights_only=True) for step in (args.first, args.first + args.gap)
+    )
     flops = 4 * RANK * sum(g.numel() for g in first.values())
     print(f"{len(first)} matrices, rank {RANK}, two products of a step {flops / 1e9:.0f} GFLOP\n{measure.machine()}\n")
     cold = changes(first, None, args.rounds)
@@ -200,7 +205,11 @@ def timed(args: argparse.Namespace) -> None:
     noise = {n: torch.randn_like(g) for n, g in first.items()}
     worst = changes(noise, None, 1)
     rows = []
-    for name, of in (("cold, real", cold), ("warm, 200 steps later", warm), ("cold, random", worst)):
+    for name, of in (
+        (f"cold, step {args.first}", cold),
+        (f"warm, {args.gap} steps later", warm),
+        ("cold, random", worst),
+    ):
         s = of["seconds"]
         rows.append([
             name, f"{s['galore-torch']:.2f} s", f"{s['skimp']:.2f} s", f"{s['skimp'] / s['galore-torch']:.3f}",
@@ -258,6 +267,8 @@ def main() -> None:
     parser.add_argument("what", choices=("record", "time", "losses"))
     parser.add_argument("--work", default="runs/bench-galore", help="folder of the model and the gradients")
     parser.add_argument("--seconds", type=float, default=1e9, help="`record` stops in time after so many")
+    parser.add_argument("--first", type=int, default=50, help="step of the first recorded gradient")
+    parser.add_argument("--gap", type=int, default=200, help="steps from there to the second")
     parser.add_argument("--rounds", type=int, default=3, help="repetitions of what is timed")
     parser.add_argument("--steps", type=int, default=4, help="steps of `losses`")
     args = parser.parse_args()
