@@ -13,9 +13,10 @@ from skimp.core.errors import DoesNotFit, RecipeError, SkimpError
 from skimp.core.exact import ExactChoices
 from skimp.plan import history
 from skimp.plan import trial as trials
-from skimp.plan.places import Places, by_rule
+from skimp.plan.places import Places
 from skimp.plan.plan import Plan
 from skimp.plan.simulate import simulate
+from skimp.plan.slack import Shape, beside
 from skimp.plan.trial import trial
 from skimp.recipe import load_recipe
 
@@ -33,7 +34,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Plan]
     exact = ExactChoices(1, (1,))
     profile = simulate(recipe, exact, CONFIG)
     where = Places("cpu", 4 * 10**9, 4 * 10**9, 10**12, 400_000_000, (), available=4 * 10**9)
-    peak = where.baseline + by_rule(profile.peak_bytes, "return")
+    peak = where.baseline + beside(profile.peak_bytes, "return", Shape())
     return recipe, Plan(True, exact, profile, where, peak, 0.5, (), (), 0, "tiny", 2, 2)
 
 

@@ -16,12 +16,13 @@ from skimp.plan import offloading
 from skimp.plan.cost import Rates
 from skimp.plan.offers import offers
 from skimp.plan.offloading import OffloadingSearch
-from skimp.plan.places import POOL_ROOM, Places, budgets, places
+from skimp.plan.places import Places, budgets, places
 from skimp.plan.plan import Alternative, Plan
 from skimp.plan.probe import probe
 from skimp.plan.reserve import assumptions, best_reserved
 from skimp.plan.search import Candidate, Search
 from skimp.plan.sharded import one_card
+from skimp.plan.slack import POOL_ROOM
 from skimp.run.skeleton import dropout_of
 
 #: Share of a card's peak rates that training reaches: products about half, copies about four fifths.

@@ -1,38 +1,30 @@
 """What each place may hold: the device, the host's process, the disk; and what the process takes before any tensor.
 
 On a CPU the budget is for the whole process: the interpreter and its libraries (measured in this process, never a
-constant), the tracked tensors, and what the allocator and libraries add on top (`slack`).
+constant), the tracked tensors, and what the allocator and libraries add on top (`plan.slack`).
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from skimp.core.memory.process import Policy, malloc_policy, resident
+from skimp.core.memory.room import Room
 from skimp.core.memory.warm import warm_baseline
+from skimp.core.structure import layers_of
 from skimp.core.units import format_bytes
 from skimp.kernels.native import pool
 from skimp.plan import history
 from skimp.plan.seen import More, Seen, seen
+from skimp.plan.slack import POOL_ROOM, Shape, allowance, beside
 from skimp.run.offloaded import folder
 
-#: What is allowed for the allocator and libraries on top of tracked bytes, per policy: (fixed bytes, share of the
-#: tracked peak). Under "pool" the freed blocks that wait for the next tensor take POOL_ROOM besides. Set above what
-#: single runs of SmolLM2 showed (pool: 55 MB at 2.73 GB tracked; return: 60 MB at 1.46 GB; reuse: 336 MB at 2.22 GB);
-#: benchmarks/resident.py measures them over a dozen configurations.
-SLACK: dict[Policy, tuple[int, float]] = {
-    "pool": (60_000_000, 0.005),
-    "return": (60_000_000, 0.02),
-    "reuse": (150_000_000, 0.09),
-}
-#: Freed blocks that may wait for the next tensors when the live ones are at their peak. Without a limit 20 MB waited
-#: then (30 kept blocks of SmolLM2 at 512 tokens): the sizes of a step are few, and come back.
-POOL_ROOM = 32_000_000
-#: Where the policy cannot be set (no glibc), freed tensors stay in the heap: about 300 MB on the quickstart.
-SLACK_NO_POLICY = (300_000_000, 0.05)
 
 
 @dataclass(frozen=True)
@@ -48,6 +40,7 @@ class Places:
         available: on a CPU, what this machine has now for the process, whatever the budget says; a plan may be for a
             larger machine, a run is not.
         seen: what earlier runs on this machine took; what they took above the rule is added to it.
+        shape: what the allowance beside tensors depends on (`plan.slack`).
         near: on a CPU the nearest existing folder to where offloaded tensors would go.
         count: cards of this kind, each with these budgets; a plan for several shards by formula (`plan.sharded`).
         text_bytes: of the text as tokens on disk, where it is ready and the recipe names a disk budget.
@@ -62,6 +55,7 @@ class Places:
     card: Any = None
     available: int | None = None
     seen: Seen = field(default_factory=Seen)
+    shape: Shape = field(default_factory=Shape)
     near: str = ""
     text_bytes: int = 0
     count: int = 1
@@ -75,14 +69,14 @@ class Places:
         matrix library's workspaces; what lies in pieces there is known once a choice is made (`plan.reserve`)."""
         if not self.on_cpu:
             return self.device_budget - 2 * self.card.workspace_bytes
-        fixed, share = _slack(policy)
-        room, more = POOL_ROOM if policy == "pool" else 0, self.seen.more.get(policy, More())
-        left = self.device_budget - self.baseline - fixed - room
+        fixed, share = allowance(policy, self.shape, malloc_policy() is not None)
+        left, more = self.device_budget - self.baseline - fixed, self.seen.more.get(policy, More())
         return int(min((left - more.bytes) / (1 + share), left / (1 + share + more.share)))
 
     def resident_peak(self, tracked: int, policy: Policy = "return") -> int:
         """Predicted resident bytes of the process for a tracked peak."""
-        return self.baseline + by_rule(tracked, policy) + self.seen.more.get(policy, More()).of(tracked)
+        rule = beside(tracked, policy, self.shape, malloc_policy() is not None)
+        return self.baseline + rule + self.seen.more.get(policy, More()).of(tracked)
 
     def pool_limit(self, tracked: int, outside: int = 0) -> int:
         """Bytes that the pool's tensors and waiting blocks together may take under "pool".
@@ -105,22 +99,28 @@ def budgets(where: Places, recipe: Any) -> dict[Policy, tuple[int, float]]:
     return {p: (where.tensor_budget(p), share) for p, share in shares.items() if pinned in (None, p)}
 
 
-def by_rule(tracked: int, policy: Policy) -> int:
-    """Bytes beside the process's own for a tracked peak, by the rule alone."""
-    fixed, share = _slack(policy)
-    return fixed + (POOL_ROOM if policy == "pool" else 0) + int(tracked * (1 + share))
-
-
 def earlier(recipe: Any = None) -> Seen:
     """What this machine's log says of plans by the present rule, and of this very recipe."""
     from skimp.run.environment import environment
 
+    def rule(row: Mapping[str, Any]) -> int:
+        shape = Shape.of_record(row)
+        return beside(row["planned"]["highest"], row["shape"]["malloc"], shape, malloc_policy() is not None)
+
     digest = "" if recipe is None else history.digest(recipe)
-    return seen(history.read(), history.machine(), environment(), by_rule, digest)
+    return seen(history.read(), history.machine(), environment(), rule, digest)
 
 
-def _slack(policy: Policy) -> tuple[int, float]:
-    return SLACK[policy] if malloc_policy() is not None else SLACK_NO_POLICY
+def shape_of(recipe: Any, config: Mapping[str, Any]) -> Shape:
+    """Of a run in this process."""
+    blocks = int(config[layers_of(dict(config))])
+    return Shape(blocks, torch.get_num_threads(), recipe.precision != "fp32", recipe.adapter is not None)
+
+
+def left_to_others(available: int) -> int:
+    """Bytes of those a process may have that are left free on purpose: the watchdog stops a run that leaves less."""
+    left = Room().left()
+    return min(available, left.floor if left is not None else 0)
 
 
 def places(
@@ -148,7 +148,7 @@ def places(
     if device == "cpu":
         asked = memory or recipe.budget.host
         said = f"budget {format_bytes(asked)} for the whole process" if asked else here.why
-        most = asked or here.bytes
+        most = asked or here.bytes - left_to_others(here.bytes)
         return Places(
             "cpu",
             most,
@@ -156,8 +156,9 @@ def places(
             disk,
             baseline,
             (said,),
-            available=here.bytes,
+            available=here.bytes - left_to_others(here.bytes),
             seen=earlier(recipe),
+            shape=shape_of(recipe, config),
             near=str(_existing(folder(recipe))),
             text_bytes=text_bytes if recipe.budget.disk else 0,
         )

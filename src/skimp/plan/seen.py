@@ -7,7 +7,7 @@ plan adds to the allowance of the next ones; nothing is ever taken off the rule.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -41,7 +41,7 @@ class Seen:
     """Errors of plans on this machine so far.
 
     Attributes:
-        errors: signed, over (peak - baseline), as planned then; above 0 the plan was above what was measured.
+        errors: signed, over (peak - baseline), by today's rule; above 0 the rule is above what was measured.
         more: by policy, what runs took above the rule.
         ratios: measured by predicted seconds of a step, where a step takes a tenth of a second at least.
         here: the same of runs of this very recipe.
@@ -107,7 +107,7 @@ def seen(
     records: Iterable[Mapping[str, Any]],
     machine: str,
     versions: Mapping[str, Any],
-    rule: Any,
+    rule: Callable[[Mapping[str, Any]], int],
     recipe: str = "",
 ) -> Seen:
     """What the log's records say.
@@ -116,8 +116,8 @@ def seen(
         records: of `history.read`, oldest first.
         machine: this one's name.
         versions: `torch` and `skimp` of this process.
-        rule: f(tracked, policy) -> bytes the rule allows beside the baseline, without anything learned: a run is held
-            against today's rule, not against the one it was planned by.
+        rule: f(record) -> bytes the rule allows beside the baseline, without anything learned: a run is held against
+            today's rule, not against the one it was planned by.
         recipe: digest of the one that is planned now.
     """
     same = ("skimp", "torch")
@@ -138,8 +138,8 @@ def seen(
         above, policy = measured["process"] - planned["baseline"], r["shape"].get("malloc")
         if above < LEAST:
             continue
-        errors.append((planned["process"] - measured["process"]) / above)
-        over = int(above - rule(planned["highest"], policy))
+        errors.append((planned["baseline"] + rule(r) - measured["process"]) / above)
+        over = int(above - rule(r))
         if over > 0:
             old = more.get(policy, More())
             more[policy] = More(max(old.bytes, over), max(old.share, over / max(1, planned["highest"])))
