@@ -19,7 +19,7 @@ SHORT := train.steps=3 data.seq_len=128 train.batch_tokens=512 eval.tokens=1024
 
 .DEFAULT_GOAL := help
 .PHONY: help install native train quickstart-short test test-all lint format types docs docs-serve \
-        bench-hf bench-attach bench-lora bench-galore bench-oracle bench-plan bench-memtracker bench-resident bench-accuracy bench-optim bench-offload bench-gpu bench-kills bench-faults bench-loggers pictures clean
+        bench-hf bench-attach bench-lora bench-galore bench-oracle bench-plan bench-memtracker bench-accuracy bench-optim bench-offload bench-gpu bench-kills bench-faults bench-loggers pictures clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -109,9 +109,6 @@ bench-memtracker: install  ## skimp's simulation against torch's own MemTracker
 
 bench-ladder: install  ## one technique a rung: memory and speed of each, side by side
 	$(BIN)/python benchmarks/ladder.py $(ARGS)
-
-bench-resident: install  ## predicted against measured resident memory
-	$(BIN)/python benchmarks/resident.py $(ARGS)
 
 bench-accuracy: install  ## plan against c10's events and resident memory, over seventy configurations
 	$(BIN)/python benchmarks/accuracy.py $(ARGS)

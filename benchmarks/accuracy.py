@@ -28,6 +28,8 @@ from kills import write_model
 from skimp.plan.slack import Shape, beside
 
 LEAST = 300_000_000
+#: Where a page takes the table.
+BEGIN, END = "<!-- accuracy -->", "<!-- /accuracy -->"
 HERE = Path(__file__).resolve().parent
 
 
@@ -148,6 +150,15 @@ HEAD = ["case", "rows × tokens", "rule", "exact", "trains", "malloc", "tensors 
         "measured", "above baseline", "off by", "error", "half"]  # fmt: skip
 
 
+def into(page: Path, words: str) -> None:
+    """Replace what stands between the marks of a page."""
+    before, begin, rest = page.read_text("utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        sys.exit(f"{page}: no {BEGIN} … {END}")
+    page.write_text(f"{before}{BEGIN}\n\n{words}\n\n{END}{after}", "utf-8")
+
+
 def _exact(choices: dict[str, Any]) -> str:
     parts = [f"micro {choices['micro_rows']}", f"recompute {len(choices['recompute'])}"]
     parts += [f"chunk {choices['loss_chunk']}"] if choices["loss_chunk"] else []
@@ -163,7 +174,7 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="forget finished rows")
     parser.add_argument("--any-source", action="store_true", help="take rows that another state of the source made")
     parser.add_argument("--json", help="write the figures here as well")
-    parser.add_argument("--markdown", help="write the table here as a page's part")
+    parser.add_argument("--page", help=f"write the table into this page, between its lines {BEGIN} and {END}")
     args = parser.parse_args()
     work, names = Path(args.work).resolve(), chosen(args.only)
     work.mkdir(parents=True, exist_ok=True)
@@ -200,20 +211,9 @@ def main() -> None:
     measure.write_json(
         args.json, {"rows": rows, "report": sorted(report), "verdicts": verdict, "machine": measure.machine()}
     )
-    if args.markdown:
-        lines_ = [
-            *said,
-            measure.machine(),
-            "",
-            table,
-            "",
-            f"Reported half, {len(counted)} runs:",
-            "",
-            "```",
-            *verdict,
-            "```",
-        ]
-        Path(args.markdown).write_text("\n".join(lines_) + "\n", "utf-8")
+    if args.page:
+        told = [*said, measure.machine(), f"reported half, {len(counted)} runs", *verdict]
+        into(Path(args.page), "\n".join(["```text", *told, "```", "", table]))
     sys.exit(0 if good else 1)
 
 

@@ -111,31 +111,58 @@ def test_rows_of_both_sides_are_described_once(tmp_path: Path) -> None:
 
 
 def test_halves_are_disjoint_complete_and_seeded() -> None:
-    import resident
+    import accuracy
 
-    names = list(resident.CASES)
-    calibration, report = resident.halves(names, 3)
-    assert sorted(calibration + report) == sorted(names)
-    assert not set(calibration) & set(report)
+    calibration, report = accuracy.halves(accuracy.CASES, 3)
+    assert calibration | report == set(accuracy.CASES)
+    assert not calibration & report
     assert len(report) >= len(calibration) > 0
-    assert resident.halves(names, 3) == (calibration, report)
+    assert accuracy.halves(accuracy.CASES, 3) == (calibration, report)
 
 
-def test_resident_error_is_signed_and_over_the_baseline() -> None:
-    import resident
-
-    row = {"predicted": 1_100, "measured": 1_000, "baseline": 500, "planned_tracked": 400}
-    assert resident.error(row) == pytest.approx(0.2)
-    assert resident.error({**row, "predicted": 950}) == pytest.approx(-0.1)
-    assert resident.fixed_needed(row) == pytest.approx(resident.FIXED - 100)
+def measured(**changes: Any) -> dict[str, Any]:
+    """A row of a case that trains with nothing but tensors of 1 GB on a process of 400 MB."""
+    phases = {"train": 10**9, "load": 3, "save": 2 * 10**9, "resume": 3 * 10**9}
+    row = {"name": "llama-64", "baseline": 400_000_000, "measured": 1_450_000_000, "phases": phases, "policy": "pool"}
+    return {**row, **changes}
 
 
-def test_resident_recipes_are_valid(tmp_path: Path) -> None:
-    import resident
+def test_error_is_signed_and_over_what_a_run_took_above_its_process() -> None:
+    """By the present rule, for the phases that a run went through: one that never saves is not held to saving."""
+    import accuracy
+    from skimp.plan.slack import Shape, beside
+
+    row = measured()
+    rule = beside(10**9, "pool", Shape(4))
+    assert accuracy.predicted(row) == 400_000_000 + rule
+    assert accuracy.error(row) == pytest.approx((rule - 1_050_000_000) / 1_050_000_000)
+    assert accuracy.error(measured(measured=2_000_000_000)) < 0
+    assert accuracy.extra(row) == 50_000_000
+    assert accuracy.highest(measured(name="llama-256-whole")) == 2 * 10**9
+
+
+def test_rows_outlive_a_death_and_a_cut_line_is_measured_again(tmp_path: Path) -> None:
+    import accuracy
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"key": "a", "n": 1}\n{"key": "b", "n"')
+    assert list(accuracy.kept(path)) == ["a"]
+    assert accuracy.kept(tmp_path / "none") == {}
+
+
+def test_accuracy_has_sixty_cases_of_its_kinds_and_valid_recipes(tmp_path: Path) -> None:
+    import accuracy_cases
     from skimp.recipe import load_recipe
 
-    for name in resident.CASES:
-        load_recipe(resident.recipe(name, 2, None, tmp_path))
+    cases = accuracy_cases.CASES
+    assert len(cases) >= 60
+    assert len({str(case) for case in cases.values()}) == len(cases)
+    for name in cases:
+        load_recipe(accuracy_cases.recipe(name, tmp_path), [])
+    assert {case["seq"] for case in cases.values()} >= {64, 128, 256, 512, 1024, 2048, 4096, 8192}
+    assert {case["model"] for case in cases.values()} == set(accuracy_cases.MODELS)
+    assert {case["precision"] for case in cases.values()} == {"fp32", "bf16", "bf16-mixed"}
+    assert sum(case["adapter"] is not None for case in cases.values()) >= 6
 
 
 def test_oracle_row_is_equal() -> None:

@@ -26,7 +26,6 @@ from skimp.plan.slack import POOL_ROOM, Shape, allowance, beside
 from skimp.run.offloaded import folder
 
 
-
 @dataclass(frozen=True)
 class Places:
     """Budgets in bytes, None for no limit asked, and the process's own bytes on the host.
