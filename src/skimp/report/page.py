@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from skimp.core.units import format_bytes, format_seconds
 from skimp.report import tables
 from skimp.report.curves import curves
 from skimp.report.gather import Story
+from skimp.report.live import live, script, style
 from skimp.report.memory_svg import memory_svg
 from skimp.report.step_memory import StepMemory
 
@@ -24,7 +24,6 @@ ENDS = {
 
 def page(story: Story, memory: StepMemory | None) -> str:
     """The whole document."""
-    style = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
     title = f"{story.name}: {story.plan.get('model', 'a run')}"
     body = "".join(
         [
@@ -43,9 +42,10 @@ def page(story: Story, memory: StepMemory | None) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)} · skimp</title><style>{style}</style></head><body><main>{body}"
+        f"<title>{escape(title)} · skimp</title><style>{style()}</style></head><body><main>{body}"
         "<footer>made by skimp from the files beside this one; made again by "
-        f"<code>skimp report {escape(str(story.folder))}</code></footer></main></body></html>\n"
+        f"<code>skimp report {escape(str(story.folder))}</code></footer></main>"
+        f"{script() if memory is not None else ''}</body></html>\n"
     )
 
 
@@ -123,7 +123,9 @@ def _memory(story: Story, memory: StepMemory | None) -> str:
     told = f"<p>Every tensor of one optimizer step, by what it is for.{process}{line}{over}</p>"
     return _section(
         f"Memory over one step (the {_ordinal(memory.step)})",
-        f'{told}<div class="wide">{memory_svg(memory)}</div>{tables.categories(story)}',
+        f'{told}<div class="wide">{memory_svg(memory)}</div>'
+        f"<details><summary>Moment by moment</summary>{live(story, memory, picture=False)}</details>"
+        f"{tables.categories(story)}",
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
@@ -11,10 +10,8 @@ from typing import Any
 from skimp.core.units import format_bytes, format_seconds
 from skimp.report import tables
 from skimp.report.gather import Story
-from skimp.report.memory_svg import memory_svg
+from skimp.report.live import live, script, style
 from skimp.report.step_memory import ORDER, StepMemory, step_memory
-
-HERE = Path(__file__).parent
 
 
 def story_of(plan: Mapping[str, Any], drawn: Mapping[str, Any]) -> Story:
@@ -32,7 +29,6 @@ def plan_page(plan: Mapping[str, Any], drawn: Mapping[str, Any]) -> str:
     """
     story = story_of(plan, drawn)
     memory = step_memory(story)
-    style = (HERE / "style.css").read_text("utf-8") + (HERE / "timeline.css").read_text("utf-8")
     name = escape(str(plan["model"]))
     verdict = ("fits", "good") if plan["fits"] else ("does not fit", "bad")
     body = [
@@ -48,9 +44,9 @@ def plan_page(plan: Mapping[str, Any], drawn: Mapping[str, Any]) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{name}: a plan · skimp</title><style>{style}</style></head><body><main>{''.join(body)}"
+        f"<title>{name}: a plan · skimp</title><style>{style()}</style></head><body><main>{''.join(body)}"
         "<footer>made by <code>skimp plan --html</code>; simulated, nothing was trained</footer></main>"
-        f"<script>{(HERE / 'timeline.js').read_text('utf-8')}</script></body></html>\n"
+        f"{script()}</body></html>\n"
     )
 
 
@@ -80,35 +76,7 @@ def _timeline(story: Story, memory: StepMemory) -> str:
     part, of = simulated.get("micro_batches", 1), simulated.get("of", 1)
     less = f" Of its {of} micro-batches two are drawn: the third is like the second." if part < of else ""
     told = f"<p>Every tensor of one optimizer step, by what it is for, over predicted seconds.{less}</p>"
-    # "</" would end the script element early, whatever its type.
-    data = json.dumps(_data(story, memory), separators=(",", ":")).replace("</", "<\\/")
-    return _section(
-        "Memory over one step, simulated",
-        f'{told}<div id="timeline"></div><script type="application/json" id="timeline-data">{data}</script>'
-        f'<noscript><div class="wide">{memory_svg(memory)}</div></noscript>',
-    )
-
-
-def _data(story: Story, memory: StepMemory) -> dict[str, Any]:
-    """What the script draws: every recorded moment, not only one a pixel."""
-    drawn = story.timeline or {}
-    count = len(drawn["seconds"])
-    layers = [("process", [story.baseline] * count)] if story.baseline else []
-    order = [name for name, _ in memory.layers if name != "process"]
-    layers += [(name, drawn["bytes"][name]) for name in order]
-    names, index = drawn.get("names", [""]), drawn.get("name", [0] * count)
-    return {
-        "title": memory.title(),
-        "seconds": [round(s, 6) for s in drawn["seconds"]],
-        "end": memory.end,
-        "layers": [{"name": name, "bytes": sizes} for name, sizes in layers],
-        "phases": [drawn["phases"][i] for i in drawn["phase"]],
-        "owners": [drawn["owners"][i] for i in drawn["owner"]],
-        "names": [names[i] for i in index],
-        "operators": drawn["operator"],
-        "segments": memory.phases,
-        "levels": [{"words": v.words, "bytes": v.size, "kind": v.kind} for v in memory.levels],
-    }
+    return _section("Memory over one step, simulated", told + live(story, memory))
 
 
 def _peak(drawn: Mapping[str, Any]) -> str:

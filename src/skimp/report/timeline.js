@@ -47,7 +47,10 @@
     let top = 0;
     for (const i of kept) top = Math.max(top, total(i));
     const levels = data.levels.filter((l) => l.bytes <= 1.6 * top);
-    for (const l of levels) if (!hidden.size) top = Math.max(top, l.bytes);
+    if (!hidden.size) {
+      for (const l of levels) top = Math.max(top, l.bytes);
+      if (data.resident) for (const i of kept) top = Math.max(top, data.resident[i]);
+    }
     top = 1.06 * top || 1;
     const y = (b) => B - (b / top) * (B - T);
     const step = [1, 2, 5, 10].map((m) => m * 10 ** Math.floor(Math.log10(top / 5))).find((s) => top / s <= 7) || top;
@@ -73,11 +76,15 @@
       el("path", { d: path + "Z", class: "layer c-" + layer.name }, svg);
       lower = upper;
     }
+    if (data.resident && !hidden.size) {
+      const points = kept.map((i) => `${x(Math.max(from, data.seconds[i]))},${y(data.resident[i])}`);
+      el("polyline", { points: points.join(" "), class: "resident-line" }, svg);
+    }
     for (const [name, begin, end] of data.segments) {
       if (end < from || begin > to) continue;
       const at = x(Math.max(from, begin));
       if (begin > from) el("line", { x1: at, x2: at, y1: T, y2: B, class: "cut" }, svg);
-      if (x(Math.min(to, end)) - at > 6.4 * name.length || R - at > 60) el("text", { x: at + 3, y: T - 8, class: "strip-name" }, svg, name);
+      if (x(Math.min(to, end)) - at > 6.4 * name.length) el("text", { x: at + 3, y: T - 8, class: "strip-name" }, svg, name);
     }
     // Names of narrow phases would lie on each other: the later of two that touch goes.
     let right = -1;
@@ -111,6 +118,7 @@
         el("html:i", { class: "chip c-" + l.name }, one);
         one.append(`${l.name} ${size(l.bytes[i])}`);
       }
+    if (data.resident) el("html:span", {}, list, `whole process, by the system ${size(data.resident[i])}`);
     svg.at = i;
     svg.cross.setAttribute("x1", x(Math.max(from, data.seconds[i])));
     svg.cross.setAttribute("x2", x(Math.max(from, data.seconds[i])));
