@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skimp.core.errors import CheckpointError, DoesNotFit, RecipeError
+from skimp.core.errors import CheckpointError, DoesNotFit, RecipeError, SkimpError
 from skimp.core.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -188,9 +188,13 @@ def train_recipe(recipe: Any, *, resume: bool = False, voice: Voice | None = Non
         # A checkpoint holds the whole model, but of an adapter the adapter alone.
         here = source if resume and recipe.adapter is None else fetch_model(source)
         with following(recipe, folder.path, voice) as loggers:
-            outcome = run_session(
-                settled, found, here, text, folder, resume=resume, voice=voice, asked=recipe, loggers=loggers
-            )
+            try:
+                outcome = run_session(
+                    settled, found, here, text, folder, resume=resume, voice=voice, asked=recipe, loggers=loggers
+                )
+            except SkimpError as error:
+                remember_end(settled, found, error, voice)
+                raise
         remember(settled, found, outcome, voice)
         if recipe.report and outcome.summary["steps"]:
             draw(outcome.folder, voice)
@@ -213,6 +217,18 @@ def remember(recipe: Any, found: Plan, outcome: Outcome, voice: Voice) -> None:
         "survived": len(summary["survived"]),
     }
     refused = history.append(history.record(recipe, found, measured, summary["versions"], "run"))
+    if refused is not None:
+        voice.say(refused)
+
+
+def remember_end(recipe: Any, found: Plan, error: SkimpError, voice: Voice) -> None:
+    """A run that broke off is in the log too, with what its process held at most; plans learn nothing from it."""
+    from skimp.core.memory.process import resident
+    from skimp.plan import history
+    from skimp.run.environment import environment
+
+    measured = {"tensors": None, "process": resident().peak, "seconds": None, "stopped": type(error).__name__}
+    refused = history.append(history.record(recipe, found, {**measured, "survived": 1}, environment(), "run"))
     if refused is not None:
         voice.say(refused)
 

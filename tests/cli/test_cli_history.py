@@ -77,3 +77,22 @@ def test_a_probe_prints_planned_beside_measured(
     assert done.code == 0
     assert told["probe"]["tensors_bytes"] == told["phases"]["train"]
     assert [row["kind"] for row in history.read()] == ["probe"]
+
+
+def test_a_run_that_breaks_off_is_in_the_log_and_teaches_nothing(
+    skimp: Skimp, write_recipe: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan_once: None
+) -> None:
+    from skimp.core.errors import OutOfMemory
+    from skimp.plan.places import earlier
+
+    def short(*_: Any, **__: Any) -> None:
+        raise OutOfMemory("a step", "no more")
+
+    monkeypatch.setenv("SKIMP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("skimp.run.session.train", short)
+    done = skimp("train", write_recipe({"output": str(tmp_path / "run")}), "--quiet")
+    assert done.code == 3
+    (row,) = history.read()
+    assert row["measured"]["stopped"] == "OutOfMemory"
+    assert row["measured"]["process"] > 0
+    assert earlier().errors == earlier().ratios == ()
