@@ -281,6 +281,22 @@ def test_no_draw_takes_more_than_planned_with_other_choices(exact: dict[str, Any
     _no_draw_is_costlier(exact, trained)
 
 
+def test_lisa_learns_more_than_small_additions_in_as_many_steps() -> None:
+    """The same rows again and again, rates by the usual rule: an adapter's ten times that of full training."""
+
+    def last(line: Technique, lr: float) -> float:
+        run = make_run(line, "llama")
+        run.set_lr(lr)
+        return [run.step(batch_of("plain")).loss for _ in range(25)][-1]
+
+    clip = "train.clip=null"
+    lisa, lora = (
+        last(layers("name: lisa, active: 1, every: 5", clip), 2e-3),
+        last(Technique(overrides=("adapter={r: 4}", clip)), 2e-2),
+    )
+    assert lisa < lora
+
+
 def test_memory_falls_with_the_blocks_that_train() -> None:
     def resting_bytes(text: str) -> int:
         line = layers(text)

@@ -68,8 +68,8 @@ def test_a_session_leaves_what_others_rely_on(recipe: dict[str, Any]) -> None:
     assert set(summary["samples"]) == {"before", "after"}
     assert checkpoints(folder) == [6]
     assert sorted(p.name for p in folder.iterdir() if p.name != ".lock") == [
-        "checkpoints", "evals.jsonl", "metrics.jsonl", "plan.json", "recipe.json", "run.json", "summary.json",
-        "timeline.json", "vitals.json",
+        "checkpoints", "evals.jsonl", "metrics.jsonl", "optimizer.json", "plan.json", "recipe.json", "run.json",
+        "summary.json", "timeline.json", "vitals.json",
     ]  # fmt: skip
 
 

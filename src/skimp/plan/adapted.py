@@ -16,15 +16,17 @@ from skimp.run.build import DTYPES
 from skimp.run.skeleton import skeleton
 
 
-def for_few_blocks(recipe: Any, config: dict[str, Any]) -> Any:
+def for_few_blocks(recipe: Any, config: dict[str, Any], active: int = 1) -> Any:
     """The recipe that small simulations use; itself where its targets are the same in every block.
+
+    Where blocks train in turn, `active` of them do: there may be fewer than the recipe has active at a time.
 
     Raises:
         SkimpError: targets that match nothing or only in part, or an adapter for another base: before any search.
     """
-    if recipe.train.layers is not None:  # they may be fewer than those that train at a time
-        one = recipe.train.layers.model_copy(update={"active": 1})
-        return recipe.model_copy(update={"train": recipe.train.model_copy(update={"layers": one})})
+    if recipe.train.layers is not None:
+        few = recipe.train.layers.model_copy(update={"active": active})
+        return recipe.model_copy(update={"train": recipe.train.model_copy(update={"layers": few})})
     asked = recipe.adapter
     if asked is None or (asked.source is None and asked.targets == "all-linear"):
         return recipe

@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count as counter
 from typing import Any
 
@@ -105,6 +106,22 @@ class Search:
             self._rows[row] = found.extension()
         return self._rows[row]
 
+    @cached_property
+    def further(self) -> int:
+        """About what all active blocks but one take, where blocks train in turn: small simulations train one. By one
+        row with gradients held; the full simulation has the last word."""
+        layers = self.recipe.train.layers
+        if layers is None or layers.active == 1:
+            return 0
+        peaks = []
+        for active in (1, 2):
+            few = for_few_blocks(self.recipe, self.config, active)
+            found = simulate(
+                few, ExactChoices(1), self.config, target=self.target, steps=1, blocks=2, micro_batches=1, short=True
+            )
+            peaks.append(found.peak.total)
+        return (layers.active - 1) * max(0, peaks[1] - peaks[0])
+
     def known(self, row: ExactChoices) -> Extension | None:
         """The extension of a row that the search has simulated; None where it saw no need to."""
         return self._rows.get(row)
@@ -189,7 +206,9 @@ class Search:
         for policy, (budget, _) in self.budgets.items():
             if policy == "reuse" and not self.reusable(row):
                 continue
-            count = pinned if pinned is not None else extension.fewest_recomputed(self.blocks, budget)
+            count = pinned
+            if count is None:
+                count = extension.fewest_recomputed(self.blocks, budget - self.further)
             found.append(self.point(row, policy, self.blocks if count is None else count))
         return found
 
@@ -197,7 +216,8 @@ class Search:
         """One point of the lattice, extended."""
         extension, kept = self.row(row), self.blocks - count
         seconds = self.slower(row, policy) * extension.seconds.at(kept, count)
-        return Candidate(replace(self.exact(row, count), malloc=policy), extension.peak(kept, count), seconds)
+        peak = extension.peak(kept, count) + self.further
+        return Candidate(replace(self.exact(row, count), malloc=policy), peak, seconds)
 
     def reusable(self, row: ExactChoices) -> bool:
         """Whether a block's activations lie under the "reuse" threshold, so that they stay on the heap at all.
