@@ -92,6 +92,39 @@ def test_kept_moments_go_on_where_they_were() -> None:
     assert counts == {0: 4, 1: 2, 2: 2}
 
 
+GALORE = "optimizer={name: galore, rank: 8}"
+
+
+def test_all_blocks_active_is_plain_galore_bit_for_bit() -> None:
+    plain = make_run(Technique(overrides=(GALORE,)), "llama-tied")
+    found = make_run(layers("name: owlore, active: 3, every: 2", GALORE), "llama-tied")
+    for step in range(5):
+        assert found.step(batch_of("plain", seed=step)) == plain.step(batch_of("plain", seed=step))
+    expected = weights(plain)
+    assert all(torch.equal(p, expected[n]) for n, p in weights(found).items())
+
+
+@pytest.mark.parametrize(
+    ("exact", "more"), [({}, ()), ({"in_backward": True, "micro_rows": 1}, ("train.clip=null",))], ids=str
+)
+def test_owlore_with_galore_begins_anew_on_return_and_its_states_are_flat(exact: dict[str, Any], more: Any) -> None:
+    """The published code's projector may be thousands of steps old then: its counter runs only while a block trains."""
+    line = layers("name: badam, active: 1, every: 3, order: ascending", GALORE, *more, **exact)
+    run, sizes = make_run(line, "llama"), set()
+    bases = []
+    for step in range(10):
+        run.step(batch_of(line, seed=step))
+        counts = {value for _, key, value in run.optimizer.named_state() if key == "step"}
+        assert counts == {step % 3 + 1}
+        sizes.add(sum(t.untyped_storage().nbytes() for t in state_tensors(run)))
+        if step in (0, 9):
+            parameter = dict(run.parameters())["model.layers.0.mlp.up_proj.weight"]
+            state = run.optimizer.state[parameter]
+            bases.append({k: v.clone() for k, v in state.items() if isinstance(v, torch.Tensor)})
+    assert len(sizes) == 1
+    assert any(not torch.equal(bases[0][k], bases[1][k]) for k in bases[0])
+
+
 def test_a_block_that_enters_warms_up_and_the_first_ones_do_not() -> None:
     """Adam's first step moves a weight by lr whatever its gradient: so the move is lr x (age + 1) / (warmup + 1)."""
     line = layers(
@@ -181,6 +214,7 @@ RESUMED = [
     layers("name: lisa, active: 1, every: 2, on_switch: keep, embeddings: false, head: false", "optimizer=adamw8bit"),
     layers("name: owlore, active: 2, every: 3, threshold: 4", in_backward=True),
     layers("name: badam, active: 2, every: 1", "precision=bf16"),
+    layers("name: owlore, active: 2, every: 2, threshold: 4", "optimizer={name: galore, rank: 8}"),
 ]
 
 

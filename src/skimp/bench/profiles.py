@@ -124,14 +124,16 @@ def chosen(names: Sequence[str]) -> list[str]:
 
 
 def changes(method: str, profile: Profile) -> dict[str, Any]:
-    """The sections of a recipe that switch a method on. A rank is a quarter of the width, as in the papers' tables."""
+    """The sections of a recipe that switch a method on. A rank is at most a quarter of the width, as in the papers'
+    tables; one that a method has smaller, or counts as a share, stays."""
     if method in SAMPLERS:
         layers = {"name": method, "active": max(1, profile.blocks // 2), "every": max(1, profile.steps // 12)}
         return {"train": {"layers": layers}}
     if method in BESIDE:
         return BESIDE[method]
-    options = methods()[method].options
-    rank = {"rank": max(1, profile.hidden // 4)} if "rank" in options else {}
+    asked = methods()[method].options.get("rank")
+    usual = None if asked is None else asked.default
+    rank = {"rank": min(usual, max(1, profile.hidden // 4))} if isinstance(usual, int) else {}
     return {"optimizer": {"name": method, **rank}}
 
 

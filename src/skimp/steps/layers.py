@@ -12,7 +12,8 @@ algorithm 1. The released code of LISA never drops states, so its memory creeps 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -176,12 +177,42 @@ class LayerSampler:
             if first > 0 and age < self.warmup:
                 self._factors |= dict.fromkeys(self.blocks[index].values(), (age + 1) / (self.warmup + 1))
 
+    # ---- the update rule, as a gradient's delivery calls it
+
     def step_parameter(self, parameter: Tensor, grad: Tensor | None = None) -> None:
-        """The optimizer's own, at the learning rate of a block that warms up; a gradient's delivery calls this.
+        """The optimizer's own, at the learning rate of a block that warms up.
 
         Raises:
             SkimpError: the parameter rests.
         """
+        with self._at_its_rate(parameter):
+            self.optimizer.step_parameter(parameter, grad)
+
+    def together(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The optimizer's own batches; one by one while a block warms up, as a batch has one rate."""
+        batches = getattr(self.optimizer, "together", None)
+        return [[p] for p in parameters] if batches is None or self._factors else batches(parameters)
+
+    def step_parameters(self, items: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """The optimizer's own, of a batch of `together`."""
+        self.optimizer.step_parameters(items)
+
+    def add_gradient(self, parameter: Tensor, grad: Tensor) -> Tensor:
+        """The optimizer's own: one micro-batch's gradient, added up in the small space."""
+        added: Tensor = self.optimizer.add_gradient(parameter, grad)
+        return added
+
+    def step_added(self, parameter: Tensor) -> None:
+        """The optimizer's own, at the learning rate of a block that warms up."""
+        with self._at_its_rate(parameter):
+            self.optimizer.step_added(parameter)
+
+    def drop_added(self) -> None:
+        """The optimizer's own."""
+        self.optimizer.drop_added()
+
+    @contextmanager
+    def _at_its_rate(self, parameter: Tensor) -> Iterator[None]:
         if not parameter.requires_grad:
             raise SkimpError(
                 f"an update of '{self.optimizer.name_of(parameter)}'",
@@ -190,13 +221,13 @@ class LayerSampler:
             )
         factor = self._factors.get(parameter, 1.0)
         if factor == 1.0:
-            self.optimizer.step_parameter(parameter, grad)
+            yield
             return
         group = self.optimizer.group_of(parameter)
         full = group["lr"]
         group["lr"] = full * factor
         try:
-            self.optimizer.step_parameter(parameter, grad)
+            yield
         finally:
             group["lr"] = full
 
