@@ -98,10 +98,11 @@ def smallest(search: Search) -> tuple[int, float]:
     kept = search.blocks - again
     if kept:
         extension = search.row(row)
-        return extension.peak(kept, search.blocks - kept), extension.seconds.at(kept, search.blocks - kept)
+        peak = extension.peak(kept, search.blocks - kept) + search.further
+        return peak, extension.seconds.at(kept, search.blocks - kept)
     one, two = (search.small(row, depth, depth) for depth in (1, 2))
     more = search.blocks - 1
-    return extend_line(one, two, more), one.seconds + more * (two.seconds - one.seconds)
+    return extend_line(one, two, more) + search.further, one.seconds + more * (two.seconds - one.seconds)
 
 
 def _smallest_row(search: Search) -> tuple[ExactChoices, int]:
@@ -116,7 +117,7 @@ def _changed(recipe: Any, change: dict[str, Any]) -> Any | None:
     """The recipe with the change, or None when it is so already."""
     update: dict[str, Any] = {}
     if "adapter" in change:
-        if recipe.adapter is not None or recipe.model.init == "scratch":
+        if recipe.adapter is not None or recipe.model.init == "scratch" or recipe.train.layers is not None:
             return None
         update["adapter"] = Adapter.model_validate(change["adapter"])
     if "optimizer" in change:

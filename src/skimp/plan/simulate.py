@@ -112,7 +112,7 @@ def simulate(
         if trace is not None:
             trace.close()
     rule = run.optimizer
-    states = {p: rule.bytes_of(p) for p in rule.parameters()}
+    states = {p: rule.bytes_of(p) for p in rule.parameters() if p in rule.state}  # what rests has none
     beside = [size for p, size in states.items() if rule.away is None or not rule.away.holds(rule.name_of(p))]
     # A checkpoint is written tensor by tensor through one 4 MiB buffer, and so are states that live elsewhere.
     phases["load"] = resting["weights"] + max(p.numel() * 4 for _, p in run.parameters())
