@@ -115,7 +115,7 @@ def collect(names: list[str], args: argparse.Namespace, work: Path) -> dict[str,
         key = measure.digest([name, CASES[name], MODELS[CASES[name]["model"]]])
         row = known.get(key)
         if row is None or (source and row["source"] != source):
-            if end is not None and time.monotonic() > end:
+            if args.done or (end is not None and time.monotonic() > end):
                 continue
             print(f"{name} …", file=sys.stderr, flush=True)
             row = {"key": key, "source": measure.source_digest(), **case(name, work)}
@@ -171,6 +171,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose names begin so, comma-separated")
     parser.add_argument("--minutes", type=float, help="begin no case after so many")
     parser.add_argument("--work", default="runs/bench-accuracy", help="folder of models, runs and finished rows")
+    parser.add_argument("--done", action="store_true", help="the table of what is finished; nothing is measured")
     parser.add_argument("--fresh", action="store_true", help="forget finished rows")
     parser.add_argument("--any-source", action="store_true", help="take rows that another state of the source made")
     parser.add_argument("--json", help="write the figures here as well")
@@ -179,12 +180,12 @@ def main() -> None:
     work, names = Path(args.work).resolve(), chosen(args.only)
     work.mkdir(parents=True, exist_ok=True)
     rows = collect(names, args, work)
-    if len(rows) < len(names):
+    if len(rows) < len(names) and not args.done:
         print(f"{len(rows)} of {len(names)} are done: call it again", file=sys.stderr)
         sys.exit(4)
     calibration, report = halves([n for n in rows if above(rows[n]) >= LEAST], args.seed)
     sources = len({r["source"] for r in rows.values()})
-    said = [f"{len(rows)} configurations, two steps or more each, halves drawn with seed {args.seed}"]
+    said = [f"{len(rows)} of {len(CASES)} configurations, two steps or more each, halves drawn with seed {args.seed}"]
     said += [f"rows made by {sources} states of the source"] if sources > 1 else []
     table = measure.table(HEAD, lines(rows, calibration))
     print("\n".join([*said, measure.machine(), "", table]))
