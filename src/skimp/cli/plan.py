@@ -40,6 +40,14 @@ def command(
         str | None, typer.Option("--html", help="Write the plan as a page with an interactive timeline here.")
     ] = None,
     png: Annotated[str | None, typer.Option("--png", help="Write the timeline of the planned step here.")] = None,
+    frontier: Annotated[
+        str | None, typer.Option(help="Draw memory against time over all exact ways: a file .svg, .png or .json.")
+    ] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Each decision against its other values.")] = False,
+    sweep: Annotated[
+        str | None, typer.Option(help="A table of what fits: seq=1k,4k batch=1..8 (rows at once).")
+    ] = None,
+    largest: Annotated[str | None, typer.Option(help="The largest that fits: seq or batch (rows at once).")] = None,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the plan as tables for an issue or a chat.")
     ] = False,
@@ -51,6 +59,12 @@ def command(
     from skimp.core.lean import stay_lean
     from skimp.core.memory.process import set_malloc_policy
 
+    if frontier is not None:
+        from skimp.cli.plan_sweep import check_file
+
+        check_file(frontier)
+    if probe and (frontier or explain):
+        raise RecipeError("skimp plan --probe", "--frontier or --explain", "they are of a plan alone", "one at a time")
     files = [path for path in (html, png) if path is not None]
     if files:
         from skimp.cli.plan_files import check
@@ -83,6 +97,11 @@ def command(
             "train": {"steps": 1},
         }
     )
+    if sweep is not None or largest is not None:
+        from skimp.cli.plan_sweep import table
+
+        words += short(None, None, optimizer, precision, fresh=False)
+        sys.exit(table(source, words, sweep, largest, seq=seq, batch=batch, gpu=gpu, memory=memory, as_json=as_json))
     words += short(seq, batch, optimizer, precision, fresh=recipe is None)
     taken = None
     if probe:
@@ -92,7 +111,8 @@ def command(
             raise RecipeError("--probe", f"a plan for {gpu}", "steps are taken on this machine's CPU", "one of the two")
         found, taken = take(source, *words, memory=memory)
     else:
-        found = make(source, *words, gpu=gpu, memory=memory)
+        more = [name for name, asked in (("frontier", frontier), ("explain", explain)) if asked]
+        found = make(source, *words, gpu=gpu, memory=memory, more=more)
     if as_json:
         print(json.dumps(found.as_dict() | ({"probe": taken.as_dict()} if taken is not None else {}), indent=2))
     elif markdown:
@@ -109,6 +129,16 @@ def command(
             from skimp.cli.closing import print_trial
 
             print_trial(found, taken, console())
+        if explain:
+            from skimp.plan.frontier import sentence
+
+            console().print("decisions, all else equal", style="bold")
+            for decision in found.decisions:
+                console().print(f"  · {sentence(decision)}")
+    if frontier is not None:
+        from skimp.cli.plan_sweep import draw
+
+        draw(found.as_dict(), frontier)
     if files:
         from skimp.api import drawn
         from skimp.cli.plan_files import write

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from skimp.core.structure import layers_of
 from skimp.core.units import format_bytes
 from skimp.plan import offloading
 from skimp.plan.cost import Rates
+from skimp.plan.frontier import explain, frontier
 from skimp.plan.offers import offers
 from skimp.plan.offloading import OffloadingSearch
 from skimp.plan.places import Places, budgets, places
@@ -43,6 +45,7 @@ def make_plan(
     offer: bool = True,
     where: Places | None = None,
     text_bytes: int = 0,
+    more: Collection[str] = (),
 ) -> Plan:
     """Search the exact techniques and explain the outcome.
 
@@ -54,6 +57,7 @@ def make_plan(
         offer: when nothing exact fits, simulate the approximate ways too.
         where: the budgets, when they are known already; nothing is measured then.
         text_bytes: of the text as tokens on disk, where it is ready.
+        more: "frontier" walks the whole lattice for `Plan.frontier`, "explain" fills `Plan.decisions`.
     """
     where = where or places(recipe, config, gpu, memory, text_bytes)
     recipe = one_card(recipe, where.count)
@@ -104,6 +108,8 @@ def make_plan(
         rates=rates.source,
         tokens=where.count * recipe.train.batch_tokens,
         reservation=reservation,
+        frontier=frontier(search, where) if "frontier" in more else (),
+        decisions=explain(search, profile.exact, where) if "explain" in more else (),
     )
 
 

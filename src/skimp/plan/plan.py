@@ -50,6 +50,8 @@ class Plan:
         host_bytes: of the process in main memory at most; beside a card, what is offloaded to it included.
         reservation: on a card, the allocator's peaks.
         notes: what the reader should know (dropout set to 0, packing simulated as …).
+        frontier, decisions: memory against time over the whole lattice, and each decision against its other values,
+            where they were asked for (`plan.frontier`).
     """
 
     fits: bool
@@ -69,6 +71,8 @@ class Plan:
     tokens: int = 0
     host_bytes: int = 0
     reservation: Reservation | None = None
+    frontier: tuple[Any, ...] = ()
+    decisions: tuple[Any, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The stable JSON of `skimp plan --json`."""
@@ -111,4 +115,6 @@ class Plan:
             "model": self.model,
             "notes": list(self.notes),
             "seen": self.places.seen.as_dict(),
+            "frontier": [point.as_dict() for point in self.frontier],
+            "decisions": [decision.as_dict() for decision in self.decisions],
         }

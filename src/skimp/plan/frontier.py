@@ -1,0 +1,126 @@
+"""Memory against time: every point of the lattice that nothing beats in both, and what each decision of a plan does.
+
+The frontier walks the whole lattice whatever the budget, so it answers what a larger card, or a smaller one, would buy.
+A decision is explained by the point that differs in it alone: what that would take, and how long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from skimp.core.exact import ExactChoices
+from skimp.core.units import format_bytes
+from skimp.plan.places import Places
+from skimp.plan.search import Candidate, Search
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run: its exact choices, the bytes that a budget is compared with, the seconds of a step."""
+
+    exact: ExactChoices
+    peak_bytes: int
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {"chosen": self.exact.as_dict(), "peak_bytes": self.peak_bytes, "seconds": self.seconds}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One decision of a plan against one other value of it, all else equal.
+
+    Attributes:
+        what, chosen, instead: the key of `exact:`, its value and the other one.
+        saved_bytes, cost_seconds: what the chosen value saves and costs against the other; negative the other way.
+    """
+
+    what: str
+    chosen: str
+    instead: str
+    saved_bytes: int
+    cost_seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return dict(vars(self))
+
+
+def frontier(search: Search, where: Places) -> tuple[Point, ...]:
+    """The undominated points of the whole lattice, least memory first."""
+    pinned = search.pinned_count()
+    counts = range(search.blocks + 1) if pinned is None else (pinned,)
+    found: list[Candidate] = []
+    for row in search.lattice.everywhere():
+        for policy in search.budgets:
+            if policy != "reuse" or search.reusable(row):
+                # With nothing recomputed, what recomputed blocks keep makes no difference.
+                found += [search.point(row, policy, n) for n in counts if n or row == replace(row, keep="nothing")]
+    points = (Point(c.exact, _compared(where, c), c.seconds) for c in found)
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.peak_bytes, p.seconds)):
+        if not kept or point.seconds < kept[-1].seconds:
+            kept.append(point)
+    return tuple(kept)
+
+
+def explain(search: Search, exact: ExactChoices, where: Places) -> tuple[Decision, ...]:
+    """Every decision the plan was free to take, against each other value of it."""
+    row = replace(exact, recompute=(), malloc="return", offload=())
+    count = len(exact.recompute)
+    mine = search.point(row, exact.malloc, count)
+
+    def against(what: str, chosen: object, instead: object, other: Candidate) -> Decision:
+        saved = _compared(where, other) - _compared(where, mine)
+        return Decision(what, str(chosen), str(instead), saved, mine.seconds - other.seconds)
+
+    def others() -> Iterator[Decision]:
+        if search.pinned_count() is None:
+            for n in sorted({0, search.blocks} - {count}):
+                yield against("recompute", count, n, search.point(row, exact.malloc, n))
+        for rows in _near(search.lattice.sizes(), exact.micro_rows):
+            if not exact.in_backward:
+                other = search.point(replace(row, micro_rows=rows), exact.malloc, count)
+                yield against("micro_batch", exact.micro_rows, rows, other)
+        for axis in search.lattice.axes:
+            faster, own, less = search.lattice.values(axis, search.lattice.root(row))
+            chosen = getattr(exact, axis.name)
+            for value in (*faster[::-1], own, *less) if axis.touches != "recomputed" or count else ():
+                if value != chosen:
+                    other = search.point(replace(row, **{axis.name: value}), exact.malloc, count)
+                    yield against(axis.name, _said(chosen), _said(value), other)
+        if search.recipe.exact.in_backward is None and search.lattice.sizes()[-1] == search.recipe.rows_per_step:
+            other = replace(row, in_backward=not exact.in_backward, micro_rows=search.recipe.rows_per_step)
+            if other.micro_rows == exact.micro_rows:
+                instead = search.point(other, exact.malloc, count)
+                yield against("in_backward", str(exact.in_backward).lower(), str(other.in_backward).lower(), instead)
+        for policy in search.budgets:
+            if policy != exact.malloc:
+                yield against("malloc", exact.malloc, policy, search.point(row, policy, count))
+
+    return tuple(others())
+
+
+def sentence(decision: Decision) -> str:
+    """'recompute 5, not 0: saves 0.4 GB, costs 0.31 s a step' for a person."""
+    size, seconds = decision.saved_bytes, decision.cost_seconds
+    bytes_ = f"{'saves' if size >= 0 else 'takes'} {format_bytes(abs(size))}{'' if size >= 0 else ' more'}"
+    time = f"{'costs' if seconds >= 0 else 'spares'} {abs(seconds):.3g} s a step"
+    return f"{decision.what} {decision.chosen}, not {decision.instead}: {bytes_}, {time}"
+
+
+def _near(sizes: Sequence[int], size: int) -> list[int]:
+    """The sizes beside one."""
+    at = list(sizes).index(size)
+    return [sizes[i] for i in (at - 1, at + 1) if 0 <= i < len(sizes)]
+
+
+def _said(value: object) -> str:
+    return "its own rule" if value is None else str(value)
+
+
+def _compared(where: Places, candidate: Candidate) -> int:
+    return where.resident_peak(candidate.peak, candidate.exact.malloc) if where.on_cpu else candidate.peak
