@@ -83,6 +83,9 @@ CASES: dict[str, Case] = {
     ),
     "whole": Case((), than="", data="padded"),
     "recompute": Case(("recompute",), {"recompute": "all"}, saves=1_000_000),
+    "recompute-but-attention": Case(
+        ("selective-recompute",), {"recompute": "all", "keep": "attention"}, saves=500_000
+    ),
     "recompute-some": Case(("recompute",), {"recompute": (0, 2)}, saves=500_000),
     "activation-offload": Case(("activation-offload",), away="activations", saves=300_000),
     "state-offload": Case(("state-offload",), away="states", saves=1_000_000),

@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from skimp.activations.recompute import Recompute
 from skimp.core import attention
 from skimp.core.errors import ConflictError, EffectError
+from skimp.core.exact import Keep
 from skimp.core.structure import Structure, read_structure
 from skimp.hf.backward import StepsInBackward
 from skimp.hf.documents import Declared
@@ -39,6 +40,7 @@ def attach(
     documents: bool = False,
     step_in_backward: bool = False,
     positions: bool = False,
+    keep: Keep = "nothing",
 ) -> Attached:
     """Put techniques into `trainer`; call it after the trainer is made and before `trainer.train()`.
 
@@ -53,6 +55,8 @@ def attach(
             skimp's update rules; with `max_grad_norm` > 0 every batch runs forward and backward twice.
         positions: nothing but what every attached trainer has: the place of each forward in the run is declared, which
             skimp's LoRA needs for its dropout.
+        keep: what recomputed blocks keep and do not make again: "attention" its output, "products" that of every
+            matrix product.
 
     Returns:
         The handle: `remove()` takes everything out again. It is a callback of the trainer and checks after the first
@@ -68,7 +72,7 @@ def attach(
     check(trainer, model, structure, chosen, fused, chunked_loss, documents, step_in_backward, positions)
     attached = Attached(trainer, model, structure)
     try:
-        attached.put(chosen, fused, chunked_loss, documents, step_in_backward)
+        attached.put(chosen, fused, chunked_loss, documents, step_in_backward, keep)
     except BaseException:
         attached.remove()
         raise
@@ -96,7 +100,15 @@ class Attached(TrainerCallback):
         self._undo: list[Callable[[], Any]] = []
         self._checked = False
 
-    def put(self, blocks: Sequence[int], fused: bool, chunked: bool, documents: bool, in_backward: bool) -> None:
+    def put(
+        self,
+        blocks: Sequence[int],
+        fused: bool,
+        chunked: bool,
+        documents: bool,
+        in_backward: bool,
+        keep: Keep = "nothing",
+    ) -> None:
         """Everything asked for, in the order of building: kernels, recompute, attention, loss, delivery."""
         if fused:
             self.fused = Fused(self.model, halves=True)
@@ -111,7 +123,7 @@ class Attached(TrainerCallback):
         if blocks:
             # A model of other people may have dropout: the second run must draw what the first drew.
             names = [self.structure.blocks[i] for i in blocks]
-            self.recompute = Recompute(self.model, names, keep_random_state=True)
+            self.recompute = Recompute(self.model, names, keep_random_state=True, keep=keep)
             self._undo.append(self.recompute.remove)
         if documents:
             self._put_attention()

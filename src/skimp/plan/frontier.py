@@ -93,10 +93,10 @@ def explain(search: Search, exact: ExactChoices, where: Places) -> tuple[Decisio
                     other = search.point(replace(row, **{axis.name: value}), exact.malloc, count)
                     yield against(axis.name, _said(chosen), _said(value), other)
         if search.recipe.exact.in_backward is None and search.lattice.sizes()[-1] == search.recipe.rows_per_step:
-            other = replace(row, in_backward=not exact.in_backward, micro_rows=search.recipe.rows_per_step)
-            if other.micro_rows == exact.micro_rows:
-                instead = search.point(other, exact.malloc, count)
-                yield against("in_backward", str(exact.in_backward).lower(), str(other.in_backward).lower(), instead)
+            if exact.micro_rows == search.recipe.rows_per_step:
+                other = search.point(replace(row, in_backward=not exact.in_backward), exact.malloc, count)
+                mine_, theirs = str(exact.in_backward).lower(), str(not exact.in_backward).lower()
+                yield against("in_backward", mine_, theirs, other)
         for policy in search.budgets:
             if policy != exact.malloc:
                 yield against("malloc", exact.malloc, policy, search.point(row, policy, count))
