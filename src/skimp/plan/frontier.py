@@ -92,11 +92,10 @@ def explain(search: Search, exact: ExactChoices, where: Places) -> tuple[Decisio
                 if value != chosen:
                     other = search.point(replace(row, **{axis.name: value}), exact.malloc, count)
                     yield against(axis.name, _said(chosen), _said(value), other)
-        if search.recipe.exact.in_backward is None and search.lattice.sizes()[-1] == search.recipe.rows_per_step:
-            if exact.micro_rows == search.recipe.rows_per_step:
-                other = search.point(replace(row, in_backward=not exact.in_backward), exact.malloc, count)
-                mine_, theirs = str(exact.in_backward).lower(), str(not exact.in_backward).lower()
-                yield against("in_backward", mine_, theirs, other)
+        if search.recipe.exact.in_backward is None and exact.micro_rows == search.recipe.rows_per_step:
+            other = search.point(replace(row, in_backward=not exact.in_backward), exact.malloc, count)
+            ours, theirs = str(exact.in_backward).lower(), str(not exact.in_backward).lower()
+            yield against("in_backward", ours, theirs, other)
         for policy in search.budgets:
             if policy != exact.malloc:
                 yield against("malloc", exact.malloc, policy, search.point(row, policy, count))
