@@ -28,7 +28,7 @@ def plan(
     memory: str | int | None = None,
     budget: str | int | None = None,
     offer: bool = True,
-    more: Collection[str] = (),
+    also: Collection[str] = (),
 ) -> Plan:
     """Will it fit, and how? Simulates the very run that `train` would execute; loads no weights.
 
@@ -39,7 +39,7 @@ def plan(
         memory: bytes on that device instead of the card's own.
         budget: short for the override "budget=…".
         offer: simulate the approximate ways when nothing exact fits.
-        more: "frontier" and "explain" fill `Plan.frontier` and `Plan.decisions`.
+        also: "frontier" and "explain" fill `Plan.frontier` and `Plan.decisions`.
 
     Returns:
         A `Plan`; `.fits` says whether it does.
@@ -52,7 +52,7 @@ def plan(
     described = load_recipe(recipe, [*overrides, *([f"budget={budget}"] if budget is not None else [])])
     source = resolve_model(described.model)
     check_model(described, source)
-    return plan_recipe(described, source, gpu=gpu, memory=memory, offer=offer, more=more)
+    return plan_recipe(described, source, gpu=gpu, memory=memory, offer=offer, also=also)
 
 
 def probe(
@@ -100,7 +100,7 @@ def plan_recipe(
     memory: str | int | None = None,
     offer: bool = True,
     text_bytes: int = 0,
-    more: Collection[str] = (),
+    also: Collection[str] = (),
 ) -> Plan:
     """`plan` for a recipe and model source that are already resolved; `text_bytes` of tokens are on disk."""
     from skimp.core.memory.process import set_malloc_policy
@@ -122,7 +122,7 @@ def plan_recipe(
         )
     bytes_ = None if memory is None else parse_bytes(memory, "memory")
     return make_plan(
-        recipe, source.config, gpu=gpu, memory=bytes_, label=source.name, offer=offer, text_bytes=text_bytes, more=more
+        recipe, source.config, gpu=gpu, memory=bytes_, label=source.name, offer=offer, text_bytes=text_bytes, also=also
     )
 
 

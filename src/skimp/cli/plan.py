@@ -111,8 +111,8 @@ def command(
             raise RecipeError("--probe", f"a plan for {gpu}", "steps are taken on this machine's CPU", "one of the two")
         found, taken = take(source, *words, memory=memory)
     else:
-        more = [name for name, asked in (("frontier", frontier), ("explain", explain)) if asked]
-        found = make(source, *words, gpu=gpu, memory=memory, more=more)
+        also = [name for name, asked in (("frontier", frontier), ("explain", explain)) if asked]
+        found = make(source, *words, gpu=gpu, memory=memory, also=also)
     if as_json:
         print(json.dumps(found.as_dict() | ({"probe": taken.as_dict()} if taken is not None else {}), indent=2))
     elif markdown:

@@ -66,6 +66,14 @@ class Option:
             return self._exactly(value, isinstance(value, str) and (not self.choices or value in self.choices))
         return self._number(value)
 
+    def takes_it(self, value: Any) -> bool:
+        """Whether `read` would take the value."""
+        try:
+            self.read(value)
+        except ValueError:
+            return False
+        return True
+
     def _exactly(self, value: Any, right: bool) -> Any:
         if not right:
             raise ValueError(self.takes)

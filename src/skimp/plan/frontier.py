@@ -49,8 +49,8 @@ class Decision:
         return dict(vars(self))
 
 
-def frontier(search: Search, where: Places) -> tuple[Point, ...]:
-    """The undominated points of the whole lattice, least memory first."""
+def frontier(search: Search, where: Places, more: int = 0) -> tuple[Point, ...]:
+    """The undominated points of the whole lattice, least memory first; on a card its allocator takes `more` bytes."""
     pinned = search.pinned_count()
     counts = range(search.blocks + 1) if pinned is None else (pinned,)
     found: list[Candidate] = []
@@ -59,7 +59,7 @@ def frontier(search: Search, where: Places) -> tuple[Point, ...]:
             if policy != "reuse" or search.reusable(row):
                 # With nothing recomputed, what recomputed blocks keep makes no difference.
                 found += [search.point(row, policy, n) for n in counts if n or row == replace(row, keep="nothing")]
-    points = (Point(c.exact, _compared(where, c), c.seconds) for c in found)
+    points = (Point(c.exact, _compared(where, c) + more, c.seconds) for c in found)
     kept: list[Point] = []
     for point in sorted(points, key=lambda p: (p.peak_bytes, p.seconds)):
         if not kept or point.seconds < kept[-1].seconds:

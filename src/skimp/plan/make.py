@@ -45,7 +45,7 @@ def make_plan(
     offer: bool = True,
     where: Places | None = None,
     text_bytes: int = 0,
-    more: Collection[str] = (),
+    also: Collection[str] = (),
 ) -> Plan:
     """Search the exact techniques and explain the outcome.
 
@@ -57,7 +57,7 @@ def make_plan(
         offer: when nothing exact fits, simulate the approximate ways too.
         where: the budgets, when they are known already; nothing is measured then.
         text_bytes: of the text as tokens on disk, where it is ready.
-        more: "frontier" walks the whole lattice for `Plan.frontier`, "explain" fills `Plan.decisions`.
+        also: "frontier" walks the whole lattice for `Plan.frontier`, "explain" fills `Plan.decisions`.
     """
     where = where or places(recipe, config, gpu, memory, text_bytes)
     recipe = one_card(recipe, where.count)
@@ -108,8 +108,8 @@ def make_plan(
         rates=rates.source,
         tokens=where.count * recipe.train.batch_tokens,
         reservation=reservation,
-        frontier=frontier(search, where) if "frontier" in more else (),
-        decisions=explain(search, profile.exact, where) if "explain" in more else (),
+        frontier=frontier(search, where, more) if "frontier" in also else (),
+        decisions=explain(search, profile.exact, where) if "explain" in also else (),
     )
 
 

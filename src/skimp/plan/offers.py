@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import nn
+
+from skimp.core.errors import SkimpError
 from skimp.core.exact import ExactChoices
+from skimp.core.registry import load, methods
 from skimp.plan.cost import Rates
 from skimp.plan.extend import extend_line
 from skimp.plan.places import Places, budgets
@@ -15,6 +20,7 @@ from skimp.plan.plan import Alternative
 from skimp.plan.reserve import reserve
 from skimp.plan.search import Search
 from skimp.recipe.adapter import Adapter
+from skimp.run.build import DTYPES, rule_name
 
 #: (what to change, in words with the known effect, as overrides, changes to the recipe)
 WAYS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
@@ -45,6 +51,37 @@ WAYS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
     ),
     ("half the sequence, same tokens a step: other text is seen together", ("data.seq_len=HALF",), {"seq": 0.5}),
 )
+#: Update rules of the registry that are simulated besides, those with the smallest states; a third of a second each.
+RULES = 3
+
+
+def ways(recipe: Any, config: dict[str, Any]) -> list[tuple[str, tuple[str, ...], dict[str, Any]]]:
+    """The combinations above, and the registered approximate rules whose states of one layer are smallest."""
+    named = {change.get("optimizer") for _, _, change in WAYS} | {recipe.optimizer.name}
+    hidden = int(config.get("hidden_size") or config.get("n_embd") or 256)
+    shape = torch.Size((int(config.get("intermediate_size") or 4 * hidden), hidden))
+    found = []
+    for name, known in methods().items():
+        wanted = known.kind == "update rule" and not known.exact and "optimizer" in known.attacks
+        if not wanted or name in named or rule_name(recipe) == name or recipe.optimizer.name in known.conflicts:
+            continue
+        size = _state_bytes(recipe, name, shape)
+        if size is not None:
+            found.append((size, name, known.summary.rstrip(".")))
+    chosen = sorted(found)[:RULES]
+    return [*WAYS, *((label, (f"optimizer={name}",), {"optimizer": name}) for _, name, label in chosen)]
+
+
+def _state_bytes(recipe: Any, name: str, shape: torch.Size) -> int | None:
+    """Bytes of a rule's states for one matrix, without making any; None where the rule will not take it so."""
+    kind = DTYPES[recipe.precision] if recipe.adapter is None else torch.float32
+    try:
+        rule = load(name, "update rule")
+        lone = nn.Parameter(torch.empty(shape, dtype=kind, device="meta"))
+        made = rule([lone], lr=1e-5, **recipe.optimizer.renamed(name).options())
+        return int(made.bytes_of(lone))
+    except SkimpError:
+        return None
 
 #: Blocks of a model whose every offer is simulated in full, which takes a fraction of a second.
 FEW = 12
@@ -69,7 +106,7 @@ def offers(
     replayed instead.
     """
     found: list[Alternative] = []
-    for label, overrides, change in WAYS:
+    for label, overrides, change in ways(recipe, config):
         changed = _changed(recipe, change)
         if changed is None or ("seq" in change and rest > where.tensor_budget()):
             continue
@@ -77,7 +114,12 @@ def offers(
             continue  # the base may keep its precision
         allowed = budgets(where, changed)
         search = Search(changed, config, blocks, allowed, rates, target, where.count)
-        best = smallest(search)
+        try:
+            best = smallest(search)
+        except SkimpError:
+            if "optimizer" not in change or change["optimizer"] in {c.get("optimizer") for _, _, c in WAYS}:
+                raise
+            continue  # a rule of the registry that cannot go with this recipe, by its own words
         if where.on_cpu:
             peak = min(where.resident_peak(best[0], p) for p in allowed)
         elif blocks <= FEW and where.count == 1:

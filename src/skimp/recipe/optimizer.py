@@ -61,8 +61,9 @@ class Optimizer(Section):
         return {key: getattr(self, key) for key in options_of(self.name) or {}}
 
     def renamed(self, name: str) -> Optimizer:
-        """Another rule, with those of these keys that it takes too."""
-        kept = {key: value for key, value in self.options().items() if key in (options_of(name) or {})}
+        """Another rule, with those of these keys that it takes too (two betas are not three)."""
+        known = options_of(name) or {}
+        kept = {key: value for key, value in self.options().items() if key in known and known[key].takes_it(value)}
         return Optimizer.model_validate({"name": name, **kept})
 
     @classmethod
