@@ -83,6 +83,7 @@ def _state_bytes(recipe: Any, name: str, shape: torch.Size) -> int | None:
     except SkimpError:
         return None
 
+
 #: Blocks of a model whose every offer is simulated in full, which takes a fraction of a second.
 FEW = 12
 
