@@ -36,12 +36,14 @@ def check_file(path: str) -> None:
 
 def draw(plan: Mapping[str, Any], path: str) -> None:
     """Write the frontier of `Plan.as_dict()`."""
-    from skimp.report.frontier_picture import frontier_png, frontier_svg
+    from skimp.report.frontier_picture import frontier_svg
 
     target = Path(path)
     if target.suffix == ".json":
         target.write_text(json.dumps(plan["frontier"], indent=2), encoding="utf-8")
     elif target.suffix == ".png":
+        from skimp.report.png import frontier_png
+
         target.write_bytes(frontier_png(plan))
     else:
         target.write_text(frontier_svg(plan), encoding="utf-8")

@@ -1,8 +1,7 @@
-"""The frontier of a plan, memory against time, as SVG or PNG."""
+"""The frontier of a plan, memory against time, as SVG; `report.png` has it as PNG."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,7 +35,11 @@ def frontier_svg(plan: Mapping[str, Any]) -> str:
         parts.append(text(x(value), BOTTOM + 18, number(value), "", "middle"))
     parts.append(
         text(
-            (LEFT + RIGHT) / 2, HEIGHT - 12, "GB of the whole process" if _cpu(plan) else "GB on the card", "", "middle"
+            (LEFT + RIGHT) / 2,
+            HEIGHT - 12,
+            "GB of the whole process" if on_cpu(plan) else "GB on the card",
+            "",
+            "middle",
         )
     )
     path = f"M{x(points[0][0]):.1f},{TOP}" if points else ""
@@ -55,33 +58,8 @@ def frontier_svg(plan: Mapping[str, Any]) -> str:
     return picture(WIDTH, HEIGHT, parts, f"frontier of {plan['model']}")
 
 
-def frontier_png(plan: Mapping[str, Any]) -> bytes:
-    """The same by matplotlib, 960 x 600 pixels."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), dpi=120)
-    axes = figure.add_axes((0.1, 0.12, 0.86, 0.78))
-    sizes = [p["peak_bytes"] / 1e9 for p in plan["frontier"]]
-    axes.step(sizes, [p["seconds"] for p in plan["frontier"]], "-o", where="post", color="#2f8f6f", markersize=4)
-    axes.axvline(plan["places"]["device"]["budget_bytes"] / 1e9, color="#c62828", linewidth=1.5, label="budget")
-    axes.plot([plan["peak_bytes"] / 1e9], [plan["predicted_step_seconds"]], "o", color="#c62828", label="chosen")
-    low, high = min(sizes), max(*sizes, plan["peak_bytes"] / 1e9)
-    axes.set_xlim(low - 0.05 * (high - low or high), high + 0.05 * (high - low or high))
-    axes.set_xlabel("GB of the whole process" if _cpu(plan) else "GB on the card")
-    axes.set_ylabel("seconds of a step")
-    axes.set_title(f"{plan['model']}: memory against time", fontsize=11, fontweight="bold")
-    axes.grid(color="#e3e6e9")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", metadata={"Software": "skimp"})
-    return out.getvalue()
-
-
-def _cpu(plan: Mapping[str, Any]) -> bool:
+def on_cpu(plan: Mapping[str, Any]) -> bool:
+    """Whether the plan is for this process, not for a card."""
     return bool(plan["places"]["device"]["name"] == "cpu")
 
 

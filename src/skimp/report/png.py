@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from typing import Any
 
 from skimp.core.units import format_bytes
+from skimp.report.frontier_picture import on_cpu
 from skimp.report.step_memory import SHORT, StepMemory
 from skimp.report.svg import apart
 
@@ -149,3 +151,29 @@ def _fitting(strip: Any, begin: float, end: float, y: float, whole: float, choic
         if 0.0092 * len(words) * whole <= end - begin:
             strip.text((begin + end) / 2, y, words, ha="center", va="center_baseline", fontsize=7.5)
             return
+
+
+def frontier_png(plan: Mapping[str, Any]) -> bytes:
+    """The frontier of `Plan.as_dict()` as the bytes of a PNG, 960 x 600 pixels."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), dpi=120)
+    axes = figure.add_axes((0.1, 0.12, 0.86, 0.78))
+    sizes = [p["peak_bytes"] / 1e9 for p in plan["frontier"]]
+    axes.step(sizes, [p["seconds"] for p in plan["frontier"]], "-o", where="post", color="#2f8f6f", markersize=4)
+    axes.axvline(plan["places"]["device"]["budget_bytes"] / 1e9, color="#c62828", linewidth=1.5, label="budget")
+    axes.plot([plan["peak_bytes"] / 1e9], [plan["predicted_step_seconds"]], "o", color="#c62828", label="chosen")
+    low, high = min(sizes), max(*sizes, plan["peak_bytes"] / 1e9)
+    axes.set_xlim(low - 0.05 * (high - low or high), high + 0.05 * (high - low or high))
+    axes.set_xlabel("GB of the whole process" if on_cpu(plan) else "GB on the card")
+    axes.set_ylabel("seconds of a step")
+    axes.set_title(f"{plan['model']}: memory against time", fontsize=11, fontweight="bold")
+    axes.grid(color="#e3e6e9")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    out = io.BytesIO()
+    figure.savefig(out, format="png", metadata={"Software": "skimp"})
+    return out.getvalue()
