@@ -50,13 +50,12 @@ def above(row: dict[str, Any]) -> int:
 
 
 def highest(row: dict[str, Any]) -> int:
-    """Planned bytes of tensors at the fullest of the phases this run went through: it resumes nothing, and few save."""
-    gone = ("train", "load", *(("evaluate", "save") if CASES[row["name"]]["whole"] else ()))
-    return max(row["phases"].get(name, 0) for name in gone)
+    """Planned bytes of tensors at the fullest of all phases, which the plan and the pool's limit are made for."""
+    return int(max(row["phases"].values()))
 
 
 def predicted(row: dict[str, Any]) -> int:
-    """The process's peak by the present rule for those phases, with nothing learned from earlier runs."""
+    """The process's peak by the present rule, with nothing learned from earlier runs."""
     case, config = CASES[row["name"]], MODELS[CASES[row["name"]]["model"]]
     blocks = 30 if config is None else config.get("num_hidden_layers") or config["n_layer"]
     shape = Shape(blocks, case["threads"], case["precision"] != "fp32", case["adapter"] is not None)
