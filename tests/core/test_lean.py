@@ -79,3 +79,28 @@ if scipy_here:
 with masking_utils.TransformGetItemToIndex():
     pass
 """)
+
+
+def test_a_process_of_its_own_loads_no_sharded_tensors_and_a_library_leaves_them_to_its_user() -> None:
+    child("""
+lean.stay_lean()
+skeleton(config, torch.float32)
+assert "torch.distributed.tensor" not in sys.modules
+assert not torch.distributed.is_available()
+""")
+    child("""
+skeleton(config, torch.float32)
+assert torch.distributed.is_available()
+from transformers.distributed import sharding_utils
+assert sharding_utils.DTensor is sys.modules["torch.distributed.tensor"].DTensor
+""")
+
+
+def test_one_of_several_processes_keeps_torch_distributed() -> None:
+    child("""
+import os
+os.environ["WORLD_SIZE"] = "2"
+lean.stay_lean()
+skeleton(config, torch.float32)
+assert torch.distributed.is_available()
+""")

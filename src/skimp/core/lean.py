@@ -5,13 +5,15 @@
 process. While `lean_imports` is active, small stand-ins answer for these modules: decorators that would tell the
 compiler something return the function as it is, and functions load the real module when they are called. Anything else
 asked of a stand-in loads the real module at once. Afterwards the stand-ins are gone, and an import gets the real ones.
-The command line, whose process is skimp's own, keeps them (`stay_lean`).
+The command line, whose process is skimp's own, keeps them (`stay_lean`). There transformers is told as well that there
+is no torch.distributed: it would load tensors sharded over machines, 14 MB and a third of a second, for none.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -98,6 +100,8 @@ class _Loaded(Loader):
 
 
 _submodules = _Submodules()
+#: Not empty once `stay_lean` was called.
+_stays: list[bool] = []
 
 
 def withdraw() -> None:
@@ -114,6 +118,11 @@ def stay_lean() -> None:
 
     torch asks for its compiler at the first call of many functions (every optimizer's `step`), only to switch it off.
     """
+    _stand_in()
+    _stays.append(True)
+
+
+def _stand_in() -> None:
     if _submodules not in sys.meta_path:
         sys.meta_path.insert(0, _submodules)
     for name in _STAND_INS:
@@ -126,13 +135,25 @@ def stay_lean() -> None:
 def lean_imports() -> Iterator[None]:
     """Stand-ins for what is not loaded yet, for the imports inside. Nothing changes where `stay_lean` was called."""
     if any(isinstance(sys.modules.get(name), _StandIn) for name in _STAND_INS):
+        if _stays:
+            _alone()
         yield
         return
-    stay_lean()
+    _stand_in()
     try:
         yield
     finally:
         withdraw()
+
+
+def _alone() -> None:
+    """Let transformers believe that there is no torch.distributed, before it loads what needs it.
+
+    Not in one of several processes (`torchrun`), and not where somebody has loaded sharded tensors already.
+    """
+    if "WORLD_SIZE" not in os.environ and "torch.distributed.tensor" not in sys.modules:
+        distributed = importlib.import_module("torch.distributed")
+        distributed.is_available = lambda: False  # type: ignore[attr-defined]
 
 
 def _folder(name: str) -> list[str] | None:
