@@ -23,6 +23,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Tests see what is simulated, not what an earlier one left in the user's cache.
+os.environ["SKIMP_PLAN_CACHE"] = "0"
 
 LOOPBACK = ("127.", "localhost", "::1", "0.0.0.0", "::ffff:127.")
 SEED = 20240607

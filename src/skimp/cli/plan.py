@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Annotated, Any
 
@@ -51,6 +52,9 @@ def command(
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the plan as tables for an issue or a chat.")
     ] = False,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Simulate everything anew; read and keep no profiles.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Simulate the run and choose the exact techniques that fit. Exit code 0: fits, 3: not, 2: bad input."""
@@ -74,6 +78,8 @@ def command(
         raise RecipeError("skimp plan --markdown --json", "two forms of one answer", instead="one of the two")
     stay_lean()
     set_malloc_policy()
+    if no_cache:
+        os.environ["SKIMP_PLAN_CACHE"] = "0"  # for this process and the child of --probe
     words = list(overrides or [])
     if recipe is not None and "=" in recipe and model is not None:
         words.insert(0, recipe)

@@ -28,7 +28,7 @@ from skimp.plan.extend import CORNERS, Corners, Extension
 from skimp.plan.extended import PROOF, extended
 from skimp.plan.lattice import Axis, Lattice, Space
 from skimp.plan.profile import MemoryProfile
-from skimp.plan.simulate import simulate
+from skimp.plan.stored import simulated
 
 #: Forwards of a block that a full simulation of one step may take before a second step is left out.
 FULL_BLOCK_RUNS = 40
@@ -81,7 +81,7 @@ class Search:
         """A simulation of a few blocks, the first `recomputed` of them recomputed; each made once."""
         key = (replace(row, malloc="return"), blocks, recomputed)
         if key not in self._profiles:
-            self._profiles[key] = simulate(
+            self._profiles[key] = simulated(
                 self.few,
                 replace(row, recompute=choose(recomputed, blocks)),
                 self.config,
@@ -260,7 +260,7 @@ class Search:
         # Optimizer states exist from the start, so the second step holds what the first held; the contract tables
         # compare both. For deep models one step with two micro-batches is simulated, to answer in seconds.
         steps = 2 if self.blocks * micro <= FULL_BLOCK_RUNS and not short else 1
-        return simulate(
+        return simulated(
             self.recipe,
             exact,
             self.config,
