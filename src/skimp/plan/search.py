@@ -116,9 +116,8 @@ class Search:
         peaks = []
         for active in (1, 2):
             few = for_few_blocks(self.recipe, self.config, active)
-            found = simulate(
-                few, ExactChoices(1), self.config, target=self.target, steps=1, blocks=2, micro_batches=1, short=True
-            )
+            options = {"target": self.target, "steps": 1, "blocks": 2, "micro_batches": 1, "short": True}
+            found = simulated(few, ExactChoices(1), self.config, rates=self.rates, **options)
             peaks.append(found.peak.total)
         return (layers.active - 1) * max(0, peaks[1] - peaks[0])
 
