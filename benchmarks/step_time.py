@@ -60,10 +60,13 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=512, help="tokens of a row; a step is four rows")
     parser.add_argument("--steps", type=int, default=2, help="steps of each point that count")
     parser.add_argument("--optimizer", default="adamw", help="update rule")
+    parser.add_argument("--shared", action="store_true", help="processor seconds of one thread: for a machine in use")
     parser.add_argument("--json", help="write the figures here as well")
     args = parser.parse_args()
     stay_lean()
     set_malloc_policy()
+    import torch
+
     from skimp.core.structure import layers_of
     from skimp.data.synthetic import synthetic_batch
     from skimp.kernels.native import pool
@@ -81,7 +84,10 @@ def main() -> None:
     config = dict(resolve_model(recipe.model).config)
     config[layers_of(config)] = args.blocks
     lattice = points(args.blocks, ROWS * args.seq)
-    rates = probe(recipe, config)
+    clock = time.process_time if args.shared else time.perf_counter
+    if args.shared:
+        torch.set_num_threads(1)
+    rates = probe(recipe, config, clock)
     one = (0, args.seq)
     planned = [simulate(recipe, exact, config, rates=rates, steps=1, documents=one) for exact in lattice]
     if pool.available():
@@ -94,9 +100,9 @@ def main() -> None:
         run.rebuild(replace(exact, malloc=policy))
         spent = []
         for _ in range(args.steps + 1):
-            start = time.perf_counter()
+            start = clock()
             run.step(batch)
-            spent.append(time.perf_counter() - start)
+            spent.append(clock() - start)
         rows.append({
             "way": exact.describe(args.blocks, ROWS), "peak": profile.peak_bytes,
             "predicted": profile.seconds, "measured": min(spent[1:]),
@@ -108,7 +114,10 @@ def main() -> None:
          f"{r['predicted'] / r['measured'] - 1:+.0%}"]
         for r in rows
     ]  # fmt: skip
-    print(f"{args.model} cut to {args.blocks} blocks, {ROWS} rows of {args.seq} tokens, {args.optimizer}, {policy}")
+    print(
+        f"{args.model} cut to {args.blocks} blocks, {ROWS} rows of {args.seq} tokens, {args.optimizer}, {policy}"
+        f"{', processor seconds of one thread' if args.shared else ''}"
+    )
     print(f"{measure.machine()}\n{rates}\n")
     print(measure.table(head, lines))
     errors = [abs(r["predicted"] / r["measured"] - 1) for r in rows]

@@ -29,10 +29,15 @@ TOKENS, WIDTH, INNER, LENGTH = 512, 1024, 2048, 2048
 #: push a parameter out of the caches, as the others do in a step.
 STREAM, PARAMETER, FRESH, OTHERS = 2 << 20, 1 << 20, 16 << 20, 24 << 20
 TRIES = 7
+Clock = Callable[[], float]
 
 
-def probe(recipe: Any, config: Mapping[str, Any]) -> Rates:
-    """The rates of training this recipe on this machine's CPU."""
+def probe(recipe: Any, config: Mapping[str, Any], clock: Clock = time.perf_counter) -> Rates:
+    """The rates of training this recipe on this machine's CPU.
+
+    Args:
+        clock: seconds; `time.process_time` on one thread tells what a machine that others use would do alone.
+    """
     hidden = int(config.get("hidden_size") or config.get("n_embd") or 256)
     heads = int(config.get("num_attention_heads") or config.get("n_head") or 4)
     inner = int(config.get("intermediate_size") or config.get("n_inner") or 4 * hidden)
@@ -43,29 +48,29 @@ def probe(recipe: Any, config: Mapping[str, Any]) -> Rates:
         min(int(config.get("head_dim") or hidden // heads), 256),
         min(recipe.data.seq_len, LENGTH),
     )
-    fixed = _measured(torch.get_num_threads(), half, shape)
-    return Rates(
-        **fixed, update=_update(torch.get_num_threads(), _Rule(recipe)), fault=_fault() if malloc_policy() else 0.0
-    )
+    threads = torch.get_num_threads()
+    fixed = _measured(threads, half, shape, clock)
+    fault = _fault(clock) if malloc_policy() else 0.0
+    return Rates(**fixed, update=_update(threads, _Rule(recipe), clock), fault=fault)
 
 
 @cache
-def _measured(threads: int, half: bool, shape: tuple[int, int, int, int]) -> dict[str, Any]:
+def _measured(threads: int, half: bool, shape: tuple[int, int, int, int], clock: Clock) -> dict[str, Any]:
     hidden, inner, head, seq = shape
     kind = torch.bfloat16 if half else torch.float32
     a, b = torch.ones(TOKENS, hidden, dtype=kind), torch.ones(hidden, inner, dtype=kind)
     into = torch.empty(TOKENS, inner, dtype=kind)
-    product = 2 * TOKENS * hidden * inner / median_seconds(lambda: torch.mm(a, b, out=into))
+    product = 2 * TOKENS * hidden * inner / median_seconds(lambda: torch.mm(a, b, out=into), clock)
     heads = max(1, min(8, (1 << 22) // (seq * seq)))
     q = torch.ones(1, heads, seq, head, dtype=kind)
     with torch.no_grad():
-        spent = median_seconds(lambda: attention.DocumentAttention.apply(q, q, q, None, None, True), 5)
+        spent = median_seconds(lambda: attention.DocumentAttention.apply(q, q, q, None, None, True), clock, 5)
     x, y, z = torch.ones(STREAM), torch.ones(STREAM), torch.empty(STREAM)
-    plain = 3 * x.nbytes / median_seconds(lambda: torch.add(x, y, out=z))
+    plain = 3 * x.nbytes / median_seconds(lambda: torch.add(x, y, out=z), clock)
     table, out = x.view(256, -1), z.view(256, -1)
-    dense = 2 * x.nbytes / median_seconds(lambda: torch.softmax(table, 1, out=out))
+    dense = 2 * x.nbytes / median_seconds(lambda: torch.softmax(table, 1, out=out), clock)
     one = torch.ones(1)
-    call = median_seconds(lambda: [one.add_(1.0) for _ in range(100)], 5) / 100
+    call = median_seconds(lambda: [one.add_(1.0) for _ in range(100)], clock, 5) / 100
     return {
         "flops": product,
         "bandwidth": plain,
@@ -104,7 +109,7 @@ class _Counted(TorchDispatchMode):
 
 
 @cache
-def _update(threads: int, rule: _Rule) -> float | None:
+def _update(threads: int, rule: _Rule, clock: Clock) -> float | None:
     """Bytes a second of the update rule's own operators; None where it will not take a lone matrix."""
     kind = DTYPES[rule.recipe.precision] if rule.recipe.adapter is None else torch.float32
     parameter = nn.Parameter(torch.zeros(1024, PARAMETER // 1024, dtype=kind))
@@ -117,14 +122,16 @@ def _update(threads: int, rule: _Rule) -> float | None:
         optimizer.init_state(parameter)
         with _Counted() as counted:
             optimizer.step_parameter(parameter, grad)
-        spent = median_seconds(lambda: optimizer.step_parameter(parameter, grad), 3, before=lambda: others.fill_(1))
+        spent = median_seconds(
+            lambda: optimizer.step_parameter(parameter, grad), clock, 3, before=lambda: others.fill_(1)
+        )
     except SkimpError:
         return None
     return (counted.meter.traffic or parameter.nbytes) / spent
 
 
 @cache
-def _fault() -> float:
+def _fault(clock: Clock) -> float:
     """Seconds a byte of fresh pages costs over memory that is there, through the C library as tensors take it."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
@@ -137,19 +144,21 @@ def _fault() -> float:
         libc.free(place)
 
     try:
-        more = median_seconds(anew, 5) - median_seconds(lambda: ctypes.memset(held, 1, FRESH), 5)
+        more = median_seconds(anew, clock, 5) - median_seconds(lambda: ctypes.memset(held, 1, FRESH), clock, 5)
     finally:
         libc.free(held)
     return max(0.0, more / FRESH)
 
 
-def median_seconds(call: Callable[[], Tensor | Any], tries: int = TRIES, before: Callable[[], Any] = int) -> float:
+def median_seconds(
+    call: Callable[[], Tensor | Any], clock: Clock, tries: int = TRIES, before: Callable[[], Any] = int
+) -> float:
     """The median of `tries` calls after one that warms up; `before` each of them something untimed."""
     call()
     spent = []
     for _ in range(tries):
         before()
-        start = time.perf_counter()
+        start = clock()
         call()
-        spent.append(time.perf_counter() - start)
+        spent.append(clock() - start)
     return sorted(spent)[tries // 2]
