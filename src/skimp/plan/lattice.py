@@ -58,8 +58,8 @@ def loss_chunks(space: Space, root: ExactChoices) -> list[int | None]:
     """All tokens at once, four times the head's own rule, the rule (None), and the smallest.
 
     Every chunk reads and writes the head's weight gradient once, so larger ones are faster; the logits of one chunk
-    exist at once. Not on a CPU: logits beyond its caches cost more than that saves (SmolLM2, 1,024 tokens at once: 2.06 s
-    of one thread a step, where the rule's 256 took 1.81).
+    exist at once. Not on a CPU: logits beyond its caches cost more than that saves (SmolLM2, 1,024 tokens at once: 2.06
+    seconds of one thread a step, where the rule's 256 took 1.81).
     """
     tokens = root.micro_rows * space.recipe.data.seq_len
     hidden = int(space.config.get("hidden_size") or space.config.get("n_embd") or 1)
