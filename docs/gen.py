@@ -92,6 +92,7 @@ IN_TRAINER = {
     "lora": "positions=True",
     "packing": "documents=True",
     "recompute": 'recompute="all"',
+    "selective-recompute": 'keep="attention"',
     "step-in-backward": "step_in_backward=True",
 }
 
