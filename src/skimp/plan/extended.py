@@ -70,6 +70,7 @@ def extended(
         numbers["kept"],
         away={k[5:]: v for k, v in numbers.items() if k.startswith("away ")},
         fresh=numbers["fresh"],
+        measured=first.measured,
     )
 
 

@@ -21,6 +21,7 @@ from skimp.plan.offloading import OffloadingSearch
 from skimp.plan.places import Places, budgets, places
 from skimp.plan.plan import Alternative, Plan
 from skimp.plan.probe import probe
+from skimp.plan.profile import MemoryProfile
 from skimp.plan.reserve import assumptions, best_reserved
 from skimp.plan.search import Candidate, Search
 from skimp.plan.sharded import one_card
@@ -104,7 +105,7 @@ def make_plan(
         model=label or str(config.get("model_type")),
         blocks=blocks,
         rows=recipe.rows_per_step,
-        notes=tuple(_notes(recipe, config, where, search, reservation)),
+        notes=tuple(_notes(recipe, config, where, search, reservation) + _measured(profile)),
         rates=rates.source,
         tokens=where.count * recipe.train.batch_tokens,
         reservation=reservation,
@@ -213,6 +214,12 @@ def _alternative(candidate: Candidate, where: Places, blocks: int, rows: int, mo
     return Alternative(
         exact.describe(blocks, rows), peak, candidate.seconds, peak <= where.device_budget, True, overrides
     )
+
+
+def _measured(profile: MemoryProfile) -> list[str]:
+    if not profile.measured:
+        return []
+    return [f"measured on real tensors with random weights, not simulated: {profile.measured} depends on values"]
 
 
 def _notes(

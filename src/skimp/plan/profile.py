@@ -28,6 +28,7 @@ class MemoryProfile:
         shares, operators: bytes by category at each place's highest moment, and the operator then.
         fresh: bytes of results that a step allocates anew.
         timeline: bytes by category over the last simulated step, if asked for.
+        measured: what could not be simulated, so that real steps were measured (`plan.unfakeable`); else empty.
         away: bytes held at most in the places that do not compute, by place: what is offloaded.
     """
 
@@ -46,6 +47,7 @@ class MemoryProfile:
     timeline: Timeline | None = field(default=None, repr=False)
     away: Mapping[str, int] = field(default_factory=dict)
     fresh: int = 0
+    measured: str = ""
 
     @property
     def peak_bytes(self) -> int:

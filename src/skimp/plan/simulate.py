@@ -28,12 +28,15 @@ from skimp.plan import transfers
 from skimp.plan.cost import CostMeter, Rates
 from skimp.plan.profile import MemoryProfile
 from skimp.plan.sharded import largest_unit, sharded
+from skimp.plan.unfakeable import or_measured, told
 from skimp.run import offloaded
 from skimp.run.build import DTYPES, Run, build
+from skimp.run.weights import init_scratch
 
 UNKNOWN_RATES = Rates(1e11, 1e10, "unknown device")
 
 
+@or_measured
 def simulate(
     recipe: Any,
     exact: ExactChoices,
@@ -50,6 +53,7 @@ def simulate(
     evaluate: bool | None = None,
     trace: Trace | None = None,
     cards: int = 1,
+    real: bool = False,
 ) -> MemoryProfile:
     """Peaks and seconds of training with these choices.
 
@@ -66,6 +70,7 @@ def simulate(
         evaluate: simulate an evaluation batch too; None: unless `short`.
         trace: write every allocation and release into it, those before the first step included.
         cards: shard what the step holds over so many, by formula (`plan.sharded`); the recipe is one card's.
+        real: on real tensors with random weights, for what cannot be simulated (`plan.unfakeable`).
         documents: boundaries of every row; None takes the costliest packing, one document and one token.
     """
     if blocks is not None:
@@ -74,14 +79,18 @@ def simulate(
         if config.get("layer_types"):
             config["layer_types"] = config["layer_types"][:blocks]
     with lean_imports():  # its constructor asks the compiler for its settings
-        mode = FakeTensorMode()
+        mode: Any = contextlib.nullcontext() if real else FakeTensorMode()
     with attention.target(target), Remembering():
-        run = build(recipe, exact, config, simulate=mode)
+        run = (
+            build(recipe, exact, config, fill=lambda model: init_scratch(model, recipe.model.seed))
+            if real
+            else build(recipe, exact, config, simulate=mode)
+        )
     meter = CostMeter(rates)
     tracker = Tracker(host_rules=target == "cpu", observer=meter, trace=trace)
     batch = _batch(mode, recipe.rows_per_step, recipe, documents)
     loops = shortened() if short else contextlib.nullcontext()
-    with attention.target(target), loops, _no_collector(), mode, tracker:
+    with attention.target(target), loops, _no_collector(), told(run.model, tracker), mode, tracker:
         run.show_to(tracker, batch)
         resting = {k: v for k, v in tracker.by_category.items() if v}
         # The whole step's rows are there; of its micro-batches so many are run.
@@ -182,7 +191,7 @@ def _no_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _batch(mode: FakeTensorMode, rows: int, recipe: Any, documents: tuple[int, ...] | None) -> Batch:
+def _batch(mode: Any, rows: int, recipe: Any, documents: tuple[int, ...] | None) -> Batch:
     """A batch of shapes only. Packed rows are simulated as two documents, S - 1 tokens and 1: the costliest split."""
     seq = recipe.data.seq_len
     if documents is None:

@@ -112,7 +112,7 @@ def read(where: Path) -> MemoryProfile | None:
         found = json.loads(where.read_bytes())
         if found["schema"] != SCHEMA or found["sum"] != digest_of(found["profile"]):
             return None
-        profile = _decoded(found["profile"])
+        profile = decoded(found["profile"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     with contextlib.suppress(OSError):  # read-only folders are read all the same
@@ -123,8 +123,8 @@ def read(where: Path) -> MemoryProfile | None:
 def write(where: Path, profile: MemoryProfile) -> None:
     """Keep a profile: written aside and renamed. A folder that cannot be written costs the next plan its seconds, no
     more."""
-    encoded = _encoded(profile)
-    data = json.dumps({"schema": SCHEMA, "sum": digest_of(encoded), "profile": encoded}).encode()
+    content = encoded(profile)
+    data = json.dumps({"schema": SCHEMA, "sum": digest_of(content), "profile": content}).encode()
     with contextlib.suppress(OSError):
         where.parent.mkdir(parents=True, exist_ok=True)
         _bound(where.parent, len(data))
@@ -151,28 +151,29 @@ def _bound(where: Path, more: int) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- JSON
-def _encoded(value: Any) -> Any:
+def encoded(value: Any) -> Any:
     """Plain JSON of a profile's parts; tuples, mappings with any keys and dataclasses are told apart."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, tuple):
-        return {"tuple": [_encoded(v) for v in value]}
+        return {"tuple": [encoded(v) for v in value]}
     if isinstance(value, list):
-        return [_encoded(v) for v in value]
+        return [encoded(v) for v in value]
     if isinstance(value, Mapping):
-        return {"mapping": [[_encoded(k), _encoded(v)] for k, v in value.items()]}
+        return {"mapping": [[encoded(k), encoded(v)] for k, v in value.items()]}
     if is_dataclass(value) and type(value).__name__ in _KINDS:
-        return {"kind": type(value).__name__, "of": {f.name: _encoded(getattr(value, f.name)) for f in fields(value)}}
+        return {"kind": type(value).__name__, "of": {f.name: encoded(getattr(value, f.name)) for f in fields(value)}}
     raise TypeError(f"a {type(value).__name__} in a profile: `stored` must learn to write it")
 
 
-def _decoded(value: Any) -> Any:
+def decoded(value: Any) -> Any:
+    """The inverse of `encoded`."""
     if isinstance(value, list):
-        return [_decoded(v) for v in value]
+        return [decoded(v) for v in value]
     if not isinstance(value, dict):
         return value
     if "tuple" in value:
-        return tuple(_decoded(v) for v in value["tuple"])
+        return tuple(decoded(v) for v in value["tuple"])
     if "mapping" in value:
-        return {_decoded(k): _decoded(v) for k, v in value["mapping"]}
-    return _KINDS[value["kind"]](**{name: _decoded(v) for name, v in value["of"].items()})
+        return {decoded(k): decoded(v) for k, v in value["mapping"]}
+    return _KINDS[value["kind"]](**{name: decoded(v) for name, v in value["of"].items()})
