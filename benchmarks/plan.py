@@ -21,9 +21,9 @@ from memtracker import timed
 
 #: model -> (what `skimp plan` is told besides, seconds allowed; None where nothing was promised).
 CASES: dict[str, tuple[list[str], float | None]] = {
-    "llama-3-8b": (["--gpu", "24GB", "--seq", "4096"], 10.0),
-    "llama-3-70b": (["--gpu", "80GB", "--seq", "4096"], 15.0),
-    "smollm2-135m": (["--memory", "2GB", "--seq", "512", "--optimizer", "adamw8bit"], None),
+    "llama-3-8b": (["--gpu", "24GB", "--seq", "4096", "--no-cache"], 10.0),
+    "llama-3-70b": (["--gpu", "80GB", "--seq", "4096", "--no-cache"], 15.0),
+    "smollm2-135m": (["--memory", "2GB", "--seq", "512", "--optimizer", "adamw8bit", "--no-cache"], None),
 }
 #: (model, way of `simulation.py`) -> (name, seconds allowed), imports apart.
 SIMULATIONS: dict[tuple[str, str], tuple[str, float]] = {

@@ -14,6 +14,7 @@ memtracker  `step`, watched by torch's own MemTracker instead
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -94,6 +95,7 @@ def watched_by_torch(recipe: Any, exact: Any, config: dict[str, Any]) -> int:
 
 def main() -> None:
     model, name = sys.argv[1:3]
+    os.environ["SKIMP_PLAN_CACHE"] = "0"
     timed = way(name, model, recompute="recompute" in sys.argv[3:])
     if name == "memtracker":
         import torch.distributed._tools.mem_tracker  # noqa: F401
