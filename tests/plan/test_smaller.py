@@ -22,7 +22,8 @@ CONFIG = {
 def recipe(*overrides: str) -> Any:
     values = {
         "model": "x", "data": {"train": "pydoc", "seq_len": 256}, "output": "o",
-        "train": {"batch_tokens": 16 * 256}, "eval": None, "exact": {"in_backward": False, "loss_chunk": 64},
+        "train": {"batch_tokens": 16 * 256}, "eval": None,
+        "exact": {"in_backward": False, "loss_chunk": 64, "offload": {"optimizer": "none", "activations": "none"}},
     }  # fmt: skip
     return load_recipe(values, overrides)
 

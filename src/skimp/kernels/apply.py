@@ -37,7 +37,7 @@ class Fused:
     """
 
     def __init__(self, model: nn.Module, halves: bool = False, accumulate: bool = False) -> None:
-        self.halves = halves
+        self.halves, self.accumulate = halves, accumulate
         self.rotary: FusedRotary | None = None
         self._changed: list[nn.Module] = []
         self.norms = self.mlps = self.runs = self.plain_runs = 0
@@ -52,7 +52,7 @@ class Fused:
                 self._put(module, self._mlp(module))
                 self.mlps += 1
             elif type(module) is nn.Linear and "forward" not in vars(module):
-                self._put(module, partial(_linear, module, accumulate))
+                self._put(module, partial(self._linear, module))
 
     def _put(self, module: nn.Module, forward: Callable[..., Tensor]) -> None:
         module.forward = forward
@@ -90,6 +90,9 @@ class Fused:
         self.plain_runs += not fused
         return fused
 
+    def _linear(self, module: nn.Linear, x: Tensor) -> Tensor:
+        return linear(x, module.weight, module.bias, self.accumulate)
+
     def _norm(self, module: Any) -> Callable[..., Tensor]:
         plain = module.forward
 
@@ -111,10 +114,6 @@ class Fused:
             return y
 
         return forward
-
-
-def _linear(module: nn.Linear, accumulate: bool, x: Tensor) -> Tensor:
-    return linear(x, module.weight, module.bias, accumulate)
 
 
 def _is_swiglu(module: nn.Module) -> bool:

@@ -130,6 +130,8 @@ class Run:
         self.head.chunk = exact.loss_chunk
         self.head.sink = _sink(self.delivery)
         self.stepper = _stepper(self.head, self.delivery, self.layers)
+        if self.fused is not None:
+            self.fused.accumulate = not exact.in_backward
         self.exact = exact
 
     def show_to(self, tracker: Tracker, batch: Batch) -> None:

@@ -46,6 +46,7 @@ class Remembered:
             words = (tuple(kwargs), _described(kwargs.values(), tensors)) if kwargs else None
         except _Unknown:
             return func(*args, **kwargs)
+        key: tuple[Any, ...]
         if tensors:
             mode = tensors[0].fake_mode
             key = (func, given, words)

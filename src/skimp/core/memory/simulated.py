@@ -31,7 +31,7 @@ def view(base: FakeTensor, shape: Sequence[int], strides: Sequence[int], offset:
     """A simulated tensor on the storage of `base`; `offset` in elements of `dtype`."""
     with torch._C._DisableTorchDispatch():
         meta = torch.empty(0, dtype=dtype, device=_META)
-        meta.set_(base.untyped_storage(), offset, shape, strides)  # type: ignore[call-overload]
+        meta.set_(base.untyped_storage(), offset, shape, strides)
         return _simulated(meta, base.fake_mode, base.fake_device)
 
 
