@@ -98,7 +98,7 @@ def simulate(
         rest = tracker.live
         tracker.reset_peak()
         if run.layers is not None:
-            steps = max(steps, run.layers.sets)  # each step trains another of the costliest sets of blocks
+            steps = max(steps, len(run.layers.sets))  # each step trains another of the costliest sets of blocks
         for index in range(steps):
             meter.on = index == steps - 1
             if trace is not None:

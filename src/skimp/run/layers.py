@@ -51,7 +51,7 @@ def layer_sampler(
         if not simulated:
             return weighted, found
         weighted.at(0)  # a real run draws here: the same operators, and then the costliest blocks
-        return Fixed(sets), found
+        return Fixed(sampler.sets), found
 
     sampler = LayerSampler(
         named,
@@ -67,7 +67,7 @@ def layer_sampler(
         provisional=sets[0],
         name=asked.name,
     )
-    sampler.sets = len(sets)
+    sampler.sets = sets
     return sampler
 
 

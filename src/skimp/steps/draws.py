@@ -129,7 +129,9 @@ def costliest(count: int, active: int, through: bool, recomputed: Sequence[int])
     blocks, first in backward, are the costliest: their gradients lie on top of all other activations. Where nothing
     below the blocks trains, backward ends at the lowest trained block and nothing below it is kept: then block 0 is
     one of the set. Recomputed blocks keep their inputs of products for a moment only, so with some of the blocks
-    recomputed the first kept block, and the last recomputed one, are tried in place of a last one too.
+    recomputed the first kept block, and the last recomputed one, are tried in place of a last one too. And a block that
+    rests may need more room in its own backward than one that trains (a trained product of a fused layer adds to its
+    gradient in place and makes its input again): the same sets without the very last block are tried as well.
 
     Args:
         count, active: blocks, and how many train.
@@ -147,4 +149,6 @@ def costliest(count: int, active: int, through: bool, recomputed: Sequence[int])
             first = list(dict.fromkeys([*bottom, *top]))[:active]
             rest = [i for i in reversed(range(count)) if i not in first]
             found.append(tuple(sorted([*first, *rest[: active - len(first)]])))
+            if active < count and rest[0] == count - 1:
+                found.append(tuple(sorted([*first, *rest[1 : active - len(first) + 1]])))
     return tuple(dict.fromkeys(found))

@@ -100,9 +100,9 @@ class LayerSampler:
         #: something below the blocks trains, so backward goes through all of them.
         self.through = any(not _at_head(key, p, structure) for key, p in self.always.items())
         self._names = structure.blocks
-        #: runs the model on a batch, for `score`; and the steps in which a simulation meets every set.
+        #: runs the model on a batch, for `score`; and the sets that a simulation goes through, one a step.
         self.forward: Callable[[Any], Any] = _no_model
-        self.sets = 1
+        self.sets: tuple[tuple[int, ...], ...] = ()
         self.active: tuple[int, ...] | None = None
         self._factors: dict[Tensor, float] = {}
 
