@@ -104,3 +104,19 @@ lean.stay_lean()
 skeleton(config, torch.float32)
 assert torch.distributed.is_available()
 """)
+
+
+def test_a_step_simulated_for_a_card_loads_no_compiler_and_is_the_same_again() -> None:
+    """A compiler loaded amid a simulation left frames that held tensors: the first profile was above the second."""
+    child("""
+lean.stay_lean()
+from skimp.core.exact import ExactChoices
+from skimp.plan.simulate import simulate
+from skimp.recipe import load_recipe
+recipe = load_recipe({"model": "tiny", "data": {"train": "pydoc", "seq_len": 16}, "output": "runs/none",
+                      "train": {"steps": 1, "batch_tokens": 32}}, [])
+config["num_hidden_layers"] = 3
+first, second = (simulate(recipe, ExactChoices(1, (0,)), config, target="cuda") for _ in range(2))
+assert loaded() == [], loaded()
+assert (first.peak, first.shares, first.phases) == (second.peak, second.shares, second.phases)
+""")

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from skimp.core.workspace import declare_workspace
 
@@ -84,11 +85,21 @@ def cuda_attention(
     """
     rows, _, seq, _ = query.shape
     lengths = [b - a for row in documents or ((0, seq),) * rows for a, b in pairwise(row)]
-    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=query.device)
+    offsets = _offsets(lengths, query)
     function = _Flash if kernel == "flash" else _Efficient
     packed = (_packed(t) for t in (query, key, value))
     out: Tensor = function.apply(*packed, offsets, max(lengths), scale, causal, window)
     return out.view(rows, seq, *out.shape[-2:]).transpose(1, 2)
+
+
+def _offsets(lengths: list[int], query: Tensor) -> Tensor:
+    """(documents + 1,) int32: where each document begins, and the end.
+
+    Simulated, it has a shape alone: of a known value torch keeps the real tensor too, and loads its compiler for it.
+    """
+    if isinstance(query, FakeTensor):
+        return torch.empty(len(lengths) + 1, dtype=torch.int32, device=query.device)
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=query.device)
 
 
 def _packed(t: Tensor) -> Tensor:
