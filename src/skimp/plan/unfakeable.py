@@ -82,7 +82,8 @@ def or_measured(simulate: Callable[P, MemoryProfile]) -> Callable[P, MemoryProfi
             asked_more = any(options.get(name) for name in ONLY_SIMULATED)
             if options.get("target", "cpu") != "cpu" or options.get("real") or asked_more:
                 raise
-            recipe, exact, config, *_ = args
+            positional: tuple[Any, ...] = args
+            recipe, exact, config, *_ = positional
             return measured(recipe, exact, config, options, error.found)
 
     return either
