@@ -47,7 +47,7 @@ def test_both_count_the_same_bytes_in_the_same_steps(style: str, name: str, monk
 
     Without operators' inner workspaces, of which MemTracker knows nothing.
     """
-    monkeypatch.setattr("skimp.core.memory.tracker.workspace_bytes", lambda *_: 0)
+    monkeypatch.setattr("skimp.core.memory.tracker.aten_cuda.workspace", lambda *_: 0)
     with attention.target("cuda"):
         mode, run, batch = simulated_run(style, name)
         ours, theirs = Tracker(host_rules=False), MemTracker()
