@@ -81,6 +81,12 @@ def test_every_method_has_a_recipe_that_is_valid(method: str, tmp_path: Path) ->
         assert recipe.optimizer.name == named["optimizer"]["name"]
 
 
+def test_two_rates_of_a_method_have_recipes_of_their_own(tmp_path: Path) -> None:
+    """They run side by side."""
+    names = {runs._recipe_file(tmp_path / Job("adamw", lr, 0).name).name for lr in LADDER}
+    assert len(names) == len(LADDER)
+
+
 def test_sizes_are_what_the_documentation_says() -> None:
     assert TINY.parameters == 1_053_824
     assert [round(p.parameters, -5) for p in PROFILES.values()] == [0, 1_100_000, 5_800_000, 17_300_000]

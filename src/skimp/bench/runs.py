@@ -133,7 +133,7 @@ def run(profile: Profile, job: Job, work: Path, threads: int, started: Callable[
     begin, code, said = time.monotonic(), 0, ""
     if not (folder / "summary.json").is_file():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        path = folder.with_suffix(".yaml")
+        path = _recipe_file(folder)
         path.write_text(json.dumps(recipe), encoding="utf-8")
         code, said = _train(path, folder, threads, started)
     if code in (130, 143) or code < 0:
@@ -148,7 +148,12 @@ def clean(work: Path, job: Job) -> None:
     """Remove the folder of a run whose line is written."""
     folder = work / "runs" / job.name
     shutil.rmtree(folder, ignore_errors=True)
-    folder.with_suffix(".yaml").unlink(missing_ok=True)
+    _recipe_file(folder).unlink(missing_ok=True)
+
+
+def _recipe_file(folder: Path) -> Path:
+    """Beside the run's folder. Its whole name: the dot of a learning rate begins no suffix."""
+    return folder.with_name(f"{folder.name}.yaml")
 
 
 def _train(recipe: Path, folder: Path, threads: int, started: Callable[[Any], None]) -> tuple[int, str]:

@@ -41,7 +41,7 @@ def pretrain(
         bench = Pretrain(profile_of(profile), names, _seeds(seeds), output, jobs or default_jobs(), show)
         done = True
         if not table:
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+            signal.signal(signal.SIGTERM, _terminated)
             try:
                 done = bench.run(minutes)
             except KeyboardInterrupt:
@@ -49,6 +49,12 @@ def pretrain(
                 sys.exit(130)
     print(bench.table())
     screen.print(f"{bench.work / TABLE}" + ("" if done else ": not complete; the same command goes on"), soft_wrap=True)
+
+
+def _terminated(*_: Any) -> None:
+    """Once: the runs are asked to save and end, and are waited for."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(143)
 
 
 def _seeds(text: str) -> list[int]:
