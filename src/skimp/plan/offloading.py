@@ -130,11 +130,21 @@ class OffloadingSearch(Search):
                 continue
             if place is not None and home is None and any(map(self.fits, found)):
                 continue
+            if not self._pinned and self._always_here(home) > max(budget for budget, _ in self.budgets.values()):
+                continue
             found += self._stage(home or "device", place)
             best = [c for c in found if self.fits(c)]
             if best and (place is not None or not all(c.exact.recompute for c in best)):
                 break
         return found
+
+    def _always_here(self, home: Residence | None) -> int:
+        """Bytes that no offload moves: the weights, and the states where they stay. Blocks are alike, so two small
+        simulations fix the line; they were made for the points that offload nothing."""
+        root = next(iter(self.lattice.roots(in_backward=bool(self.recipe.exact.in_backward))))
+        kinds = ("weights",) if home else ("weights", "optimizer")
+        two, three = (sum(self.small(root, n, n - 1).resting.get(k, 0) for k in kinds) for n in (2, 3))
+        return two + (three - two) * (self.blocks - 2)
 
     def _stage(self, home: Residence, place: Place | None) -> list[Candidate]:
         """The micro-batches of one way, smallest first, until one does not fit; in backward where none does, or where
