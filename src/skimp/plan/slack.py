@@ -1,9 +1,10 @@
 """What a process takes beside its tensors once it trains: the plan's allowance, by what it is made of.
 
-Measured as (resident peak - baseline - tensors) over the runs of `benchmarks/accuracy.py`, and set above all
-that was seen of them (docs/accuracy.md says which). Of it are: freed blocks that wait in the pool; Python's objects and autograd's nodes, which grow with
-the blocks of the model and once more with an adapter in each; buffers that a matrix product keeps on every thread;
-what oneDNN keeps for products in bfloat16; and a share of the tensors for pages that are not whole.
+Measured as (resident peak - baseline - tensors) over the runs of `benchmarks/accuracy.py`, and set above all that was
+seen of them (docs/accuracy.md says which). Of it are: freed blocks that wait in the pool; Python's objects and
+autograd's nodes, which grow with the blocks of the model and once more with an adapter in each; buffers that a matrix
+product keeps on every thread; what oneDNN keeps for products in bfloat16; and a share of the tensors for pages that are
+not whole.
 """
 
 from __future__ import annotations
