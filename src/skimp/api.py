@@ -330,7 +330,10 @@ def refuse_unless_fits(found: Plan) -> None:
             f"training {found.model} with a budget of {format_bytes(found.places.device_budget)}",
             f"{format_bytes(available)} available on this machine; the plan takes {format_bytes(found.peak_bytes)}",
             "the system would kill the process",
-            ["end other programs", f"budget={available // 10**6}MB: plan for what is there"],
+            [
+                "end other programs",
+                *([f"budget={available // 10**6}MB: plan for what is there"] if available >= 10**6 else []),
+            ],
         )
     if found.fits:
         return

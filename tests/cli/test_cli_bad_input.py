@@ -335,6 +335,7 @@ def test_a_budget_beyond_the_machine_is_planned_and_not_run(
     from skimp.recipe import HostBudget
 
     monkeypatch.setattr("skimp.recipe.host_budget", lambda: HostBudget(90_000_000, "a small machine"), raising=False)
+    monkeypatch.setattr("skimp.plan.places.left_to_others", lambda available: 0)
     asked = write_recipe({"budget": "64GB"})
     assert skimp("plan", asked).code == 0
     refused(skimp("train", asked), "90.0 MB available on this machine", "budget=90MB", code=3)

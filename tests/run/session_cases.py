@@ -159,7 +159,7 @@ def plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
             exact = ExactChoices(pins.micro_batch, tuple(range(pins.recompute)), pins.loss_chunk, pins.in_backward)
             if pins.offload.blocks is not None:
                 exact = replace(exact, offload=tuple(range(pins.offload.blocks)), offload_to=pins.offload.activations)
-            if pins.offload.optimizer is not None:
+            if pins.offload.optimizer not in (None, "none"):
                 exact = replace(exact, states=pins.offload.optimizer)
             profile = simulate(recipe, exact, source.config)
             _PLANS[key] = replace(_PLANS["first"], exact=exact, profile=profile)
