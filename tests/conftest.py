@@ -7,10 +7,13 @@ swallows.
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
+import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +28,9 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Tests see what is simulated, not what an earlier one left in the user's cache.
 os.environ["SKIMP_PLAN_CACHE"] = "0"
+# Nor do they leave anything there: tiny runs among pytest's own memory would teach the plans of real ones.
+os.environ["SKIMP_CACHE"] = tempfile.mkdtemp(prefix="skimp-tests-")
+atexit.register(shutil.rmtree, os.environ["SKIMP_CACHE"], ignore_errors=True)
 
 LOOPBACK = ("127.", "localhost", "::1", "0.0.0.0", "::ffff:127.")
 SEED = 20240607

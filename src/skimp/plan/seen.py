@@ -1,8 +1,10 @@
 """What earlier runs on this machine say about a plan: how far off plans were, and what is added for it.
 
-Only runs of the same torch and skimp on the same hardware count, and of bytes only those that stand 300 MB above
-their process: a smaller one's error is the process's own. Plans learn in one direction: a run that took more than its
-plan adds to the allowance of the next ones; nothing is ever taken off the rule.
+Only runs of the same torch and skimp on the same hardware count, and of bytes only those planned with 300 MB of tensors
+at least: a smaller one's error is the process's own. Plans learn in one direction: a run that took more than its plan
+adds to the allowance of the next ones; nothing is ever taken off the rule. A run that took half as much again as the
+rule allows is no error of a plan: something else was in its process (a notebook, another library, a test), and what is
+learned from it would be asked of every run to come. It is counted and said.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ from typing import Any
 from skimp.core.memory.process import Policy
 from skimp.core.units import format_bytes
 
-#: Bytes above the process's own from which a run's error counts.
+#: Bytes of planned tensors, and above the process's own, from which a run's error counts.
 LEAST = 300_000_000
+#: Share of what the rule allows beyond which a run's excess is not the plan's.
+APART = 0.5
 #: Predicted seconds of a step from which its ratio says something of another recipe's: below, calls and not arithmetic
 #: take the time.
 LEAST_SECONDS = 0.1
@@ -45,12 +49,14 @@ class Seen:
         more: by policy, what runs took above the rule.
         ratios: measured by predicted seconds of a step, where a step takes a tenth of a second at least.
         here: the same of runs of this very recipe.
+        apart: runs that took so much more than planned that nothing is learned from them.
     """
 
     errors: tuple[float, ...] = ()
     more: Mapping[Policy, More] = field(default_factory=dict)
     ratios: tuple[float, ...] = ()
     here: tuple[float, ...] = ()
+    apart: int = 0
 
     def least_bytes(self, peak: int, baseline: int) -> int:
         """The least that earlier errors let expect of a process planned at `peak`, which is the most."""
@@ -76,6 +82,11 @@ class Seen:
             said.append(
                 f"{runs} on this machine so far: plans {mean:+.1%} of what was taken on the mean, "
                 f"{min(self.errors):+.1%} to {max(self.errors):+.1%}; {low}"
+            )
+        if self.apart:
+            said.append(
+                f"{_runs(self.apart)} took more than {1 + APART:.1f} times what plans allow: something else was in the "
+                "process, and nothing is added for it"
             )
         added = [f"{format_bytes(m.bytes)} or {m.share:.1%} ({policy})" for policy, m in self.more.items() if m.bytes]
         if added:
@@ -124,7 +135,7 @@ def seen(
     mine = [
         r for r in records if r.get("machine") == machine and all(r["versions"].get(k) == versions.get(k) for k in same)
     ][-NEWEST:]
-    errors, more, ratios, here = [], dict[Policy, More](), [], []
+    errors, more, ratios, here, apart = [], dict[Policy, More](), [], [], 0
     for r in mine:
         planned, measured = r["planned"], r["measured"]
         if measured.get("seconds") and planned["seconds"]:
@@ -136,11 +147,14 @@ def seen(
         if not measured.get("process") or measured.get("survived"):
             continue
         above, policy = measured["process"] - planned["baseline"], r["shape"].get("malloc")
-        if above < LEAST:
+        if above < LEAST or planned["highest"] < LEAST:
+            continue
+        if above > (1 + APART) * rule(r):
+            apart += 1
             continue
         errors.append((planned["baseline"] + rule(r) - measured["process"]) / above)
         over = int(above - rule(r))
         if over > 0:
             old = more.get(policy, More())
             more[policy] = More(max(old.bytes, over), max(old.share, over / max(1, planned["highest"])))
-    return Seen(tuple(errors), more, tuple(ratios), tuple(here))
+    return Seen(tuple(errors), more, tuple(ratios), tuple(here), apart)
