@@ -176,3 +176,14 @@ def test_a_machine_has_one_name_and_other_cores_another(monkeypatch: pytest.Monk
     assert name == history.machine()
     monkeypatch.setattr(history.os, "sched_getaffinity", lambda _: set(range(99)), raising=False)
     assert history.machine() != name
+
+
+def test_small_runs_and_those_that_shared_their_process_teach_nothing() -> None:
+    """Tiny runs among pytest's own memory once made every plan of a machine 280 GB larger."""
+    small = row(process=1_200_000_000)
+    small["planned"] |= {"highest": 5_000_000}
+    crowded = row(process=2_000_000_000)
+    found = seen([small, crowded], "m", VERSIONS, rule)
+    assert (found.errors, found.more, found.apart) == ((), {}, 1)
+    assert any("1 run took more than 1.5 times" in sentence for sentence in found.sentences())
+    assert seen([crowded, row(process=1_100_000_000)], "m", VERSIONS, rule).more["pool"].bytes == 100_000_000
