@@ -28,12 +28,12 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Plan]
     """A small recipe with a plan made of its simulation; the log is this test's own."""
     monkeypatch.setenv("SKIMP_CACHE", str(tmp_path / "cache"))
     recipe = load_recipe(
-        {"model": "x", "data": {"train": "pydoc", "seq_len": 32}, "output": "o", "eval": None,
+        {"model": "x", "data": {"train": "pydoc", "seq_len": 32}, "output": str(tmp_path / "o"), "eval": None,
          "train": {"batch_tokens": 64, "steps": 1}}, []
     )  # fmt: skip
-    exact = ExactChoices(1, (1,))
+    exact = ExactChoices(1, (1,), offload=(0,), states="disk")
     profile = simulate(recipe, exact, CONFIG)
-    where = Places("cpu", 4 * 10**9, 4 * 10**9, 10**12, 400_000_000, (), available=4 * 10**9)
+    where = Places("cpu", 4 * 10**9, 4 * 10**9, 10**12, 400_000_000, (), available=4 * 10**9, near=str(tmp_path))
     peak = where.baseline + beside(profile.peak_bytes, "return", Shape())
     return recipe, Plan(True, exact, profile, where, peak, 0.5, (), (), 0, "tiny", 2, 2)
 
@@ -47,6 +47,7 @@ def test_two_real_steps_hold_the_simulated_bytes_and_are_remembered(planned: tup
     assert found.seconds > 0
     assert found.expected - found.baseline == plan.peak_bytes - plan.places.baseline
     assert found.above == max(0, found.process - found.expected)
+    assert not Path(recipe.output).exists(), "the run itself would take the folder for somebody else's"
     (row,) = history.read()
     assert row["kind"] == "probe"
     assert row["measured"]["process"] == found.process

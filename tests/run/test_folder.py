@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from skimp.core.disk import DiskTier
 from skimp.core.errors import CheckpointError
 from skimp.run.folder import append_jsonl, claim, truncate_jsonl, write_json
 
@@ -52,14 +53,15 @@ def test_a_folder_without_a_step_may_be_begun_anew_and_is_released(tmp_path: Pat
     out = tmp_path / "run"
     claim(out, PRINT, resume=False).close()  # a process that died while it was planning
     (out / "checkpoints").mkdir()
+    DiskTier(out / "offload").close()
     with claim(out, {"model": "other"}, resume=False) as folder:
         assert json.loads((out / "run.json").read_text())["fingerprint"] == {"model": "other"}
-        (out / "checkpoints").rmdir()
         folder.release()
     assert sorted(listing(out)) == [".lock"]  # it was there before this claim, so the folder stays
     (out / ".lock").unlink()
     out.rmdir()
     with claim(out, PRINT, resume=False) as folder:
+        DiskTier(out / "offload").close()
         folder.release()
     assert not out.exists()
     with claim(out, PRINT, resume=False) as folder:

@@ -75,8 +75,10 @@ def trial(recipe: Any, config: dict[str, Any], plan: Plan, patience: float = 360
             "the system might kill a step that does not fit",
             ["a larger budget", "leave --probe out: the plan alone takes no memory"],
         )
+    plain = recipe.as_dict()
+    plain["exact"]["offload"]["folder"] = where.near or None  # the same disk; the run's own folder is not begun here
     words = {
-        "recipe": recipe.as_dict(),
+        "recipe": plain,
         "config": config,
         "exact": plan.exact.as_dict(),
         "pool": where.pool_limit(plan.profile.peak_bytes),

@@ -26,6 +26,10 @@ RUN = "run.json"
 LOCK = ".lock"
 #: What a session writes before its first step is done: a folder that holds nothing else can be begun anew.
 UNBEGUN = (RUN, "recipe.json", "plan.json", "optimizer.json", "evals.jsonl", "timeline.json", VITALS, CRASH)
+#: Where files without names are made, unless the recipe names a folder.
+OFFLOAD = "offload"
+#: Folders of a session; they count only when something is in them.
+EMPTY = ("checkpoints", OFFLOAD)
 
 
 class RunFolder:
@@ -66,6 +70,9 @@ class RunFolder:
             return
         for name in UNBEGUN:
             (self.path / name).unlink(missing_ok=True)
+        for name in EMPTY:
+            with contextlib.suppress(FileNotFoundError):
+                (self.path / name).rmdir()
         if self.made:
             (self.path / LOCK).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # a file of somebody else's came in: the folder stays
@@ -133,7 +140,7 @@ def begun(output: Path) -> bool:
     for path in output.iterdir():
         if path.name in (*UNBEGUN, LOCK) or ".tmp-" in path.name:
             continue
-        if path.is_dir() and path.name == "checkpoints" and not any(path.iterdir()):
+        if path.is_dir() and path.name in EMPTY and not any(path.iterdir()):
             continue
         return True
     return False

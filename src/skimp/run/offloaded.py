@@ -19,12 +19,13 @@ from skimp.core.state_host import HostStates, SimulatedHostStates
 from skimp.core.structure import Structure
 from skimp.core.through_host import DiskThroughHost
 from skimp.core.tiers import SimulatedDisk, SimulatedHost, Tier
+from skimp.run.folder import OFFLOAD
 
 
 def folder(recipe: Any) -> Path:
     """Where files without names are made: the recipe's folder, or one in the run's output."""
     named = recipe.exact.offload.folder
-    return Path(named) if named else Path(recipe.output) / "offload"
+    return Path(named) if named else Path(recipe.output) / OFFLOAD
 
 
 def offload(
