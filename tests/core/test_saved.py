@@ -76,6 +76,17 @@ def test_what_comes_back_is_what_went_with_its_strides(tier: DiskTier, tensor: T
         assert found.data_ptr() % 64 == aligned
 
 
+@pytest.mark.parametrize("view", [torch.conj, lambda x: x.conj().imag, lambda x: x.conj().t()], ids=range(3))
+def test_a_view_that_negates_keeps_its_numbers(tier: DiskTier, view: Callable[[Tensor], Tensor]) -> None:
+    """A conjugate is its storage and a bit; so is the imaginary part of one."""
+    x = torch.randn(60, 50, dtype=torch.complex128, requires_grad=True)
+    saved = Saved(tier, least=1)
+    run(saved, lambda: (view(x) * view(x)).abs().sum()).backward()
+    found, x.grad = x.grad, None
+    (view(x) * view(x)).abs().sum().backward()
+    assert torch.equal(found, x.grad)
+
+
 def test_a_storage_is_written_once_however_often_it_is_kept(tier: DiskTier) -> None:
     saved = Saved(tier, least=1)
     x = torch.randn(50, 60, requires_grad=True)

@@ -199,6 +199,8 @@ class Saved:
         group, span = self._group, _span(tensor)
         if group is None or span < self.least or type(tensor) not in PLAIN:
             return tensor
+        if tensor.is_conj() or tensor.is_neg():
+            return tensor  # its numbers are not those of its storage
         storage = tensor.untyped_storage()
         if storage._cdata in self._stays:
             return tensor
