@@ -63,10 +63,15 @@ def on_cpu(plan: Mapping[str, Any]) -> bool:
     return bool(plan["places"]["device"]["name"] == "cpu")
 
 
+def is_near(budget: float, sizes: list[float]) -> bool:
+    """Whether a budget is drawn beside such sizes; one far above would press them into a corner."""
+    return budget <= 1.5 * max(sizes)
+
+
 def _scales(points: list[tuple[float, float]], budget: float, chosen: tuple[float, float]) -> tuple[Scale, Scale]:
     """The axes: around the points and the choice; a budget far above them is left out."""
     sizes, seconds = [p[0] for p in (*points, chosen)], [p[1] for p in (*points, chosen)]
-    if budget <= 1.5 * max(sizes):
+    if is_near(budget, sizes):
         sizes.append(budget)
     wide, tall = max(sizes) - min(sizes) or max(sizes), max(seconds) - min(seconds) or max(seconds)
     return (

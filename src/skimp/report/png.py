@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skimp.core.units import format_bytes
-from skimp.report.frontier_picture import on_cpu
+from skimp.report.frontier_picture import is_near, on_cpu
 from skimp.report.step_memory import SHORT, StepMemory
 from skimp.report.svg import apart
 
@@ -164,9 +164,13 @@ def frontier_png(plan: Mapping[str, Any]) -> bytes:
     axes = figure.add_axes((0.1, 0.12, 0.86, 0.78))
     sizes = [p["peak_bytes"] / 1e9 for p in plan["frontier"]]
     axes.step(sizes, [p["seconds"] for p in plan["frontier"]], "-o", where="post", color="#2f8f6f", markersize=4)
-    axes.axvline(plan["places"]["device"]["budget_bytes"] / 1e9, color="#c62828", linewidth=1.5, label="budget")
     axes.plot([plan["peak_bytes"] / 1e9], [plan["predicted_step_seconds"]], "o", color="#c62828", label="chosen")
-    low, high = min(sizes), max(*sizes, plan["peak_bytes"] / 1e9)
+    budget = plan["places"]["device"]["budget_bytes"] / 1e9
+    sizes.append(plan["peak_bytes"] / 1e9)
+    if is_near(budget, sizes):
+        axes.axvline(budget, color="#c62828", linewidth=1.5, label="budget")
+        sizes.append(budget)
+    low, high = min(sizes), max(sizes)
     axes.set_xlim(low - 0.05 * (high - low or high), high + 0.05 * (high - low or high))
     axes.set_xlabel("GB of the whole process" if on_cpu(plan) else "GB on the card")
     axes.set_ylabel("seconds of a step")
