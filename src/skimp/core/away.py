@@ -8,6 +8,7 @@ inspects the state of a rule sees ordinary tensors.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
@@ -23,7 +24,8 @@ from skimp.core.memory.tracker import away, here
 SMALL = 2 * 4096
 #: Tensors in a region begin at multiples of this.
 ALIGNMENT = 64
-PAGE = 4096
+#: The machine's page: advice on part of one is refused (4 KiB mostly, 16 or 64 KiB on some ARM machines).
+PAGE = mmap.PAGESIZE
 
 
 def region_bytes(specs: Sequence[tuple[Sequence[int], torch.dtype]]) -> int:
