@@ -21,6 +21,7 @@ from skimp.core.disk import DiskTier, file_system, open_unnamed
 from skimp.core.errors import OffloadError, RecipeError
 from skimp.core.pinned import HostTier
 from skimp.core.saved import Saved
+from skimp.core.state_file import StateFile
 from skimp.core.through_host import DiskThroughHost
 from skimp.core.tiers import GRAIN, SimulatedDisk
 
@@ -295,6 +296,20 @@ def test_nothing_is_left_in_the_folder(tmp_path: Path) -> None:
     assert list((tmp_path / "scratch").iterdir()) == []
     out.sum().backward()
     tier.close()
+
+
+@pytest.mark.parametrize("kind", [DiskTier, StateFile])
+def test_a_file_goes_with_whoever_forgot_to_close_it(tmp_path: Path, kind: Any) -> None:
+    made = kind(tmp_path)
+    descriptor = made._file
+    os.fstat(descriptor)
+    del made
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    again = kind(tmp_path)
+    again.close()
+    again.close()
 
 
 def test_a_folder_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import gc
+import mmap
 import os
 from pathlib import Path
 from typing import Any
@@ -193,10 +194,13 @@ def test_a_full_disk_is_seen_before_any_state_is_made(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     net = model()
-    rule = AdamW(net.named_parameters())
+    rule, file = AdamW(net.named_parameters()), StateFile(tmp_path)
     with pytest.raises(OSError, match="No space left") as caught:
-        rule.keep_states(StateFile(tmp_path))
+        rule.keep_states(file)
     assert caught.value.filename == str(tmp_path)
+    assert rule.away is None
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file._file)
 
 
 def test_states_that_never_left_fail_the_effect(tmp_path: Path) -> None:
@@ -256,3 +260,24 @@ def test_the_host_holds_states_a_copy_of_each_parameter_and_one_gradient() -> No
     moved = [net[0].weight, net[2].weight]
     states = sum(region_bytes([((p.numel(),), torch.float32)] * 2) for p in moved)
     assert counts == [states + sum(p.nbytes for p in moved) + max(p.nbytes for p in moved)] * 2
+
+
+def test_regions_begin_and_end_with_the_machines_pages(tmp_path: Path) -> None:
+    """Advice to the kernel on part of a page is an error, whatever the size of a page is here."""
+    file = StateFile(tmp_path)
+    asked: list[tuple[int, int]] = []
+
+    class Watched:
+        def madvise(self, advice: int, start: int, length: int) -> None:
+            asked.append((start, length))
+
+    rule = AdamW(model().named_parameters())
+    rule.keep_states(file)
+    rule.init_states()
+    file._map = Watched()  # type: ignore[assignment]
+    for name in file._spans:
+        with file.open(name):
+            pass
+    assert len(asked) >= 2 * len(file._spans) > 2
+    assert all(start % mmap.PAGESIZE == 0 for start, _ in asked)
+    assert all(start % mmap.PAGESIZE == size % mmap.PAGESIZE == 0 for start, size in file._spans.values())

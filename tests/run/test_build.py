@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,3 +134,18 @@ def test_rules_that_add_up_take_micro_batches_in_backward_without_a_clip() -> No
     assert run.delivery.micro_batches == 2
     with pytest.raises(ConflictError, match="freed before the next"):
         make("llama", "optimizer={name: fira, rank: 4}", "train.clip=null", exact=exact)
+
+
+def test_a_rebuild_that_finds_no_place_leaves_a_run_that_can_be_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    exact = ExactChoices(2, recompute=(0,), offload=(0,))
+    run = make("llama", f"exact.offload.folder={tmp_path}", exact=exact)
+    monkeypatch.setattr("skimp.core.disk.open_unnamed", full)
+    with pytest.raises(OSError, match="No space left"):
+        run.rebuild(replace(exact, offload=(0, 1)))
+    run.close()
+    assert all("forward" not in vars(run.model.get_submodule(name)) for name in run.structure.blocks)

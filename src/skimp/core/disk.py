@@ -12,6 +12,7 @@ import ctypes
 import errno
 import os
 import tempfile
+import weakref
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -95,6 +96,8 @@ class DiskTier(Tier):
         super().__init__()
         self.folder = folder
         self._file = open_unnamed(folder)
+        #: also when a build breaks off and nobody closes the tier.
+        self._closing = weakref.finalize(self, os.close, self._file)
         self._allocated = 0
         self._writers = ThreadPoolExecutor(threads, "skimp-offload-out")
         self._readers = ThreadPoolExecutor(threads, "skimp-offload-in")
@@ -147,9 +150,8 @@ class DiskTier(Tier):
     def close(self) -> None:
         self._writers.shutdown()
         self._readers.shutdown()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._closing()
+        self._file = -1  # its number may be another file's by now
 
 
 class _Job:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -37,6 +38,7 @@ class StateFile(Away):
         super().__init__()
         self.folder = folder
         self._file = open_unnamed(folder)
+        self._closing = weakref.finalize(self, os.close, self._file)
         self._map: mmap.mmap | None = None
         self._spans: dict[str, tuple[int, int]] = {}
         self._used = self._base = 0
@@ -91,6 +93,5 @@ class StateFile(Away):
     def close(self) -> None:
         super().close()
         self._map = None  # unmapped when the last tensor over it goes
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._closing()
+        self._file = -1  # its number may be another file's by now

@@ -177,7 +177,11 @@ def keep_states(rule: UpdateRule, away: Away | None) -> None:
             "fully_shard(…, offload_policy=CPUOffloadPolicy()), which moves parameter and state together",
         )
     if away is not None:
-        away.reserve(sum(region_bytes(list(rule.spec_of(p).values())) for p in rule.parameters()))
+        try:
+            away.reserve(sum(region_bytes(list(rule.spec_of(p).values())) for p in rule.parameters()))
+        except OSError:
+            away.close()  # what it got of a full disk goes back at once
+            raise
     before, rule.away = rule.away, away
     for p in rule.parameters():
         if p not in rule.state:

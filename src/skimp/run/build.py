@@ -118,6 +118,7 @@ class Run:
         old.close()
         if self.offload is not None:
             self.offload.remove()
+            self.offload = None  # the next one may find no place
         if self.recompute is not None:
             self.recompute.remove()
         self.recompute = _recompute(self.model, self.structure, exact)
