@@ -19,7 +19,9 @@ SHORT := train.steps=3 data.seq_len=128 train.batch_tokens=512 eval.tokens=1024
 
 .DEFAULT_GOAL := help
 .PHONY: help install native train quickstart-short test test-all lint format types docs docs-serve \
-        bench-hf bench-attach bench-lora bench-galore bench-oracle bench-plan bench-memtracker bench-accuracy bench-optim bench-offload bench-gpu bench-kills bench-faults bench-loggers pictures clean
+        bench-hf bench-attach bench-lora bench-galore bench-oracle bench-plan bench-memtracker bench-ladder \
+        bench-accuracy bench-optim bench-offload bench-step-time bench-gpu bench-kills bench-faults bench-loggers \
+        pictures clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26

@@ -78,7 +78,7 @@ def restore_layers(run: Any, state: Mapping[str, Any]) -> None:
 
 
 def check_layers(recipe: Any, structure: Structure) -> None:
-    """More active blocks than the model has cannot be; nor can a tied matrix both train and rest.
+    """More active blocks than the model has cannot be.
 
     Raises:
         ConflictError: before any weight is loaded.
