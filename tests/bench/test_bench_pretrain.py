@@ -24,6 +24,7 @@ from skimp.core.child import child_environment
 from skimp.core.errors import SkimpError
 from skimp.core.registry import methods
 from skimp.recipe import load_recipe
+from skimp.run.folder import RUN, claim
 
 TINY = PROFILES["tiny"]
 
@@ -136,6 +137,7 @@ def test_the_table_shows_who_loses_who_diverges_and_who_is_refused(tmp_path: Pat
         results.add(record("adamw", lr, 0, loss))
     results.add(record("adamw", 3e-3, 1, 4.02))
     results.add(record("adamw8bit", 1e-3, 0, 3.9))
+    results.add(record("adamw", 3e-3, 5, 9.0))  # of another call's seeds
     results.add(record("lion", 3e-4, 0, None))
     results.add(record("adamw-bf16", 3e-3, 0, None, status="refused", why="no | such precision\nmore"))
     text = markdown(TINY, ["adamw", "adamw8bit", "lion", "adamw-bf16"], [0, 1], results, "0" * 64, 2)
@@ -170,6 +172,46 @@ def test_runs_are_handed_out_until_nothing_is_due(tmp_path: Path, monkeypatch: p
     again = Pretrain(TINY, ["adamw", "lion"], [0, 1], tmp_path, 2)
     assert {job.method for job in again.due()} == {"lion"}
     assert not Pretrain(TINY, ["lion"], [0], tmp_path, 1).run(minutes=0.0)
+
+
+def test_a_run_that_is_killed_again_and_again_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the system kills what takes too much memory; the next call tries anew."""
+    begun: list[Job] = []
+
+    def answer(profile: Any, job: Job, work: Path, threads: int, started: Any) -> dict[str, Any] | None:
+        if job.method == "lion":
+            begun.append(job)
+            return None
+        return record(job.method, job.lr, job.seed, 4.0 + job.lr)
+
+    monkeypatch.setattr(pretrain, "prepare", lambda folder, profile: "text")
+    monkeypatch.setattr(runs, "run", answer)
+    bench = Pretrain(TINY, ["lion", "adamw"], [0], tmp_path, 1)
+    assert bench.run()
+    assert len(begun) == runs.KILLS
+    assert "| lion | killed from outside 3 times" in bench.table()
+    assert Pretrain(TINY, ["lion"], [0], tmp_path, 1).due()
+
+
+def test_the_folder_of_a_run_that_an_earlier_call_left_running_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no checkpoint yet; a child of a killed benchmark holds its lock."""
+    monkeypatch.setattr(pretrain, "prepare", lambda folder, profile: "text")
+    monkeypatch.setattr(runs, "PATIENCE", 0.0)
+    monkeypatch.setattr(runs.subprocess, "Popen", lambda *_, **__: pytest.fail("a second run was begun beside it"))
+    job = Job("adamw", 3e-3, 0)
+    folder = tmp_path / "runs" / job.name
+    run = claim(folder, {}, resume=False)
+    try:
+        with pytest.raises(SkimpError, match="another process runs there"):
+            Pretrain(TINY, ["adamw"], [0], tmp_path, 1).run()
+        with pytest.raises(SkimpError, match="another process runs there"):
+            runs.run(TINY, job, tmp_path, 1, lambda child: None)
+        assert (folder / RUN).is_file()
+    finally:
+        run.close()
+    runs.wait_for_orphans(tmp_path)
 
 
 @pytest.mark.slow

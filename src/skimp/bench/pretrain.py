@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -51,6 +52,7 @@ class Pretrain:
         self._children: list[Any] = []
         self._lock, self._stopped = Lock(), False
         self._walls: list[float] = []
+        self._kills: Counter[Job] = Counter()
 
     def due(self) -> list[Job]:
         """Runs that are known to be needed now, method by method."""
@@ -66,7 +68,11 @@ class Pretrain:
 
         Returns:
             Whether everything is done.
+
+        Raises:
+            SkimpError: another process goes on running in the folder.
         """
+        runs.wait_for_orphans(self.work)
         until = None if minutes is None else time.monotonic() + 60 * minutes
         flying: dict[Future[dict[str, Any] | None], Job] = {}
         with ThreadPoolExecutor(self.jobs) as pool:
@@ -109,7 +115,10 @@ class Pretrain:
 
     def _finished(self, job: Job, record: dict[str, Any] | None) -> None:
         if record is None:
-            return
+            self._kills[job] += 1
+            if self._stopped or self._kills[job] < runs.KILLS:
+                return
+            record = runs.killed(self.profile, job)
         self.results.add(record)
         runs.clean(self.work, job)
         self._walls.append(record["wall_seconds"])

@@ -23,9 +23,12 @@ from typing import Any
 from skimp.bench.profiles import Profile, changes
 from skimp.core.child import child_environment
 from skimp.core.errors import SkimpError
+from skimp.core.lock import running
 
 #: A child that was orphaned by a killed benchmark holds its folder until it ends; seconds to wait for it.
-PATIENCE = 600
+PATIENCE = 600.0
+#: So often a run may be killed from outside within one call; it is not begun again then.
+KILLS = 3
 RESULTS = "results.jsonl"
 
 
@@ -138,10 +141,18 @@ def run(profile: Profile, job: Job, work: Path, threads: int, started: Callable[
         code, said = _train(path, folder, threads, started)
     if code in (130, 143) or code < 0:
         return None
-    record = {"profile": profile.name, "method": job.method, "lr": job.lr, "seed": job.seed}
-    record |= _read(folder, said, code)
-    record |= {"wall_seconds": time.monotonic() - begin, "date": time.strftime("%Y-%m-%d")}
-    return record
+    return _record(profile, job, time.monotonic() - begin, _read(folder, said, code))
+
+
+def killed(profile: Profile, job: Job) -> dict[str, Any]:
+    """The record of a run that was killed too often; tried anew by the next call."""
+    why = f"killed from outside {KILLS} times, as the system does when memory runs out"
+    return _record(profile, job, 0.0, {"status": "failed", "loss": None, "why": why})
+
+
+def _record(profile: Profile, job: Job, seconds: float, found: dict[str, Any]) -> dict[str, Any]:
+    about = {"profile": profile.name, "method": job.method, "lr": job.lr, "seed": job.seed}
+    return about | found | {"wall_seconds": seconds, "date": time.strftime("%Y-%m-%d")}
 
 
 def clean(work: Path, job: Job) -> None:
@@ -156,22 +167,44 @@ def _recipe_file(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.yaml")
 
 
-def _train(recipe: Path, folder: Path, threads: int, started: Callable[[Any], None]) -> tuple[int, str]:
-    """Start, or resume what a killed benchmark left; waits for an orphan of it that still runs."""
+def wait_for_orphans(work: Path) -> None:
+    """Until no run of an earlier call, whose benchmark was killed, is left running in `work`.
+
+    Raises:
+        SkimpError: one still runs after `PATIENCE`.
+    """
     until = time.monotonic() + PATIENCE
-    env = child_environment(OMP_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="false")
-    while True:
-        words = [str(folder), "--resume"] if any(folder.glob("checkpoints/step-*/COMPLETE")) else [str(recipe)]
-        if words[0] == str(recipe) and folder.exists():
+    for folder in sorted((work / "runs").glob("*/")):
+        while running(folder):
+            if time.monotonic() >= until:
+                _refuse(folder)
+            time.sleep(1.0)
+
+
+def _refuse(folder: Path) -> None:
+    raise SkimpError(
+        f"a benchmark's run in {folder}",
+        "another process runs there",
+        "the two would destroy each other's checkpoints",
+        ["wait for it, or stop it", "name another output: --output …"],
+    )
+
+
+def _train(recipe: Path, folder: Path, threads: int, started: Callable[[Any], None]) -> tuple[int, str]:
+    """Start, or resume what a killed benchmark left."""
+    if running(folder):
+        _refuse(folder)
+    words = [str(folder), "--resume"]
+    if not any(folder.glob("checkpoints/step-*/COMPLETE")):
+        words = [str(recipe)]
+        if folder.exists():
             shutil.rmtree(folder)  # nothing was saved in it
-        argv = [sys.executable, "-m", "skimp.cli.main", "train", *words, "--quiet"]
-        child = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        started(child)
-        said = child.communicate()[0]
-        if child.returncode == 2 and "is running there" in said and time.monotonic() < until:
-            time.sleep(2.0)
-            continue
-        return child.returncode, said
+    env = child_environment(OMP_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="false")
+    argv = [sys.executable, "-m", "skimp.cli.main", "train", *words, "--quiet"]
+    child = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    started(child)
+    said = child.communicate()[0]
+    return child.returncode, said
 
 
 def _read(folder: Path, said: str, code: int) -> dict[str, Any]:

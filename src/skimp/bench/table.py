@@ -44,9 +44,9 @@ def _row(method: str, seeds: Sequence[int], results: Results) -> dict[str, Any]:
         return {**row, "why": "diverged at every rate" if losses else "not run yet", "order": (2, method)}
     rate = best(seeds[0], losses)
     tried = sorted(lr for lr, seed in losses if seed == seeds[0])
-    own = [r for r in results.lines if r["method"] == method and r["lr"] == rate and r["loss"] is not None]
+    same = (r for r in results.lines if r["method"] == method and r["lr"] == rate and r["seed"] in seeds)
+    own = [r for r in same if r["loss"] is not None]
     perplexities = [math.exp(r["loss"]) for r in own]
-    edge = rate in (tried[0], tried[-1]) and len(tried) > 1
     return {
         **row,
         "perplexity": mean(perplexities),
@@ -54,7 +54,7 @@ def _row(method: str, seeds: Sequence[int], results: Results) -> dict[str, Any]:
         "runs": len(perplexities),
         "wanted": len(seeds),
         "lr": rate,
-        "edge": edge or (len(tried) > 1 and rate in (LADDER[0], LADDER[-1])),
+        "edge": rate in (tried[0], tried[-1]) and len(tried) > 1,
         "state": own[0]["state_bytes"],
         "peak": max(r["peak_bytes"] or 0 for r in own),
         "seconds": mean(r["seconds_per_step"] for r in own),
@@ -86,8 +86,8 @@ def _facts(profile: Profile, seeds: Sequence[int], results: Results, text: str, 
     return [
         f"Profile `{profile.name}`: a Llama of {profile.parameters:,} parameters from random weights, "
         f"{profile.tokens:,} tokens a run in {profile.steps} steps of {profile.batch_tokens:,}, sequence {profile.seq}"
-        f"; text: Python's language reference and the docstrings of its library (SHA-256 {text[:12]}…), a twentieth "
-        f"held out, {profile.eval_tokens:,} tokens of it scored.",
+        f"; text: Python's language reference and the docstrings {'and source ' if profile.code else ''}of its library "
+        f"(SHA-256 {text[:12]}…), a twentieth held out, {profile.eval_tokens:,} tokens of it scored.",
         "",
         f"Learning rate: the best of the ladder {', '.join(f'{r:g}' for r in LADDER)} for seed {seeds[0]}, walked from "
         f"{profile.rungs} neighbours until the best is not at an end of what was tried; (edge) where it still is. "

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from skimp.core.errors import CheckpointError
+from skimp.core.lock import LOCK
 from skimp.run.checkpoint_folder import latest
 from skimp.run.durable import write_all, write_json
 from skimp.run.vitals import CRASH, VITALS, Vitals
@@ -23,7 +24,6 @@ from skimp.run.vitals import CRASH, VITALS, Vitals
 __all__ = ["RunFolder", "append_jsonl", "claim", "truncate_jsonl", "write_json"]
 
 RUN = "run.json"
-LOCK = ".lock"
 #: What a session writes before its first step is done: a folder that holds nothing else can be begun anew.
 UNBEGUN = (RUN, "recipe.json", "plan.json", "optimizer.json", "evals.jsonl", "timeline.json", VITALS, CRASH)
 #: Where files without names are made, unless the recipe names a folder.
