@@ -13,13 +13,14 @@ from session_cases import Heard, lines, merged
 from transformers import AutoModelForCausalLM
 
 import skimp
+from skimp.adapters.lora import LoRA
+from skimp.adapters.spec import Spec
 from skimp.core.errors import CheckpointError, ModelError, RecipeError
 from skimp.core.structure import read_structure
 from skimp.export.peft import write_peft
-from skimp.run.adapt import adapt_saved
 from skimp.run.base import fingerprint
 from skimp.run.checkpoint_folder import latest
-from skimp.run.checkpoint_read import load
+from skimp.run.checkpoint_read import Checkpoint, load
 
 pytestmark = pytest.mark.usefixtures("plan_once")
 
@@ -27,6 +28,14 @@ pytestmark = pytest.mark.usefixtures("plan_once")
 def start(recipe: dict[str, Any], voice: Any = None, resume: bool = False, **changes: Any) -> Any:
     adapter = changes.pop("adapter", {"r": 4})
     return skimp.train(merged({**recipe, "adapter": adapter}, changes), resume=resume, voice=voice)
+
+
+def attached(model: Any, saved: Checkpoint) -> LoRA:
+    """What a checkpoint holds, on its base: its own words and tensors are enough."""
+    lora = LoRA(model, Spec.from_dict(saved.meta["adapter"]), read_structure(model))
+    with torch.no_grad():
+        saved.read_all("adapter", lora.named_parameters())
+    return lora
 
 
 def test_a_run_says_what_it_trains_and_saves_nothing_else(recipe: dict[str, Any]) -> None:
@@ -49,8 +58,7 @@ def test_a_checkpoint_is_attached_to_its_base_again(recipe: dict[str, Any], tiny
     ids = torch.arange(1, 20).unsqueeze(0)
     with load(latest(outcome.folder / "checkpoints")) as saved, torch.no_grad():
         before = model(ids).logits
-        lora = adapt_saved(model, read_structure(model), saved)
-        assert lora is not None
+        lora = attached(model, saved)
         assert (model(ids).logits - before).abs().max() > 0.01
         for name, parameter in lora.named_parameters():
             assert torch.equal(parameter, saved.read("adapter", name))
@@ -87,8 +95,7 @@ def test_an_adapter_is_continued_from_a_folder(recipe: dict[str, Any], tiny_fold
     mark = fingerprint(model)
     with load(latest(first.folder / "checkpoints")) as saved:
         assert saved.meta["base"] == mark
-        lora = adapt_saved(model, read_structure(model), saved)
-    assert lora is not None
+        lora = attached(model, saved)
     write_peft(tmp_path / "adapter", lora, base_name=str(tiny_folder), base=mark)
     voice = Heard()
     second = start(recipe, voice, adapter={"from": str(tmp_path / "adapter")})

@@ -22,7 +22,7 @@ from skimp.run.vitals import CRASH, PAGE, VITALS, Vitals, oom_kills, process_bir
 def test_a_beat_says_phase_step_and_memory(tmp_path: Path) -> None:
     vitals = Vitals(tmp_path)
     with vitals.session():
-        vitals.note(budget=7)
+        vitals.beat("load", budget=7)
         vitals.beat("train", 3, planned=5)
         now = read(tmp_path)
         assert now is not None

@@ -14,7 +14,6 @@ from skimp.core.read import is_simulated
 from skimp.core.structure import Structure
 from skimp.core.units import format_bytes
 from skimp.export.peft import check_base, load_peft, read_spec
-from skimp.run.checkpoint_read import Checkpoint
 
 
 def adapt(model: nn.Module, structure: Structure, recipe: Any) -> LoRA | None:
@@ -28,20 +27,6 @@ def adapt(model: nn.Module, structure: Structure, recipe: Any) -> LoRA | None:
     lora = LoRA(model, spec_of(recipe, model, structure), structure)
     if recipe.adapter.source is not None and not is_simulated(next(model.parameters())):
         load_peft(Path(recipe.adapter.source).expanduser(), lora)
-    return lora
-
-
-def adapt_saved(model: nn.Module, structure: Structure, saved: Checkpoint) -> LoRA | None:
-    """What a checkpoint has trained, attached to its base and filled; None for a run that trained the model itself.
-
-    Args:
-        model: the base with its weights, from its own source. structure: its roles. saved: the opened checkpoint.
-    """
-    if saved.meta.get("adapter") is None:
-        return None
-    lora = LoRA(model, Spec.from_dict(saved.meta["adapter"]), structure)
-    with torch.no_grad():
-        saved.read_all("adapter", lora.named_parameters())
     return lora
 
 

@@ -85,11 +85,6 @@ class Vitals:
             self._sample(room=False)
             self._write()
 
-    def note(self, **facts: Any) -> None:
-        """Keep plain values beside the others, with the next beat."""
-        with self._lock:
-            self.record.update(facts)
-
     def died(self, error: BaseException) -> None:
         """The exception that ends the session, in its own words, and the memory at that moment."""
         how: dict[str, Any] = {"how": "error", "kind": type(error).__name__, "message": str(error)}
