@@ -9,10 +9,9 @@ it shows is that technique's and no choice of the planner's. The last rungs chan
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
-import sys
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -62,28 +61,14 @@ def rung(name: str, steps: int, work: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps of a run, the first not timed")
-    parser.add_argument("--only", default="", help=f"of {', '.join(RUNGS)}")
-    parser.add_argument("--work", default="runs/bench-ladder", help="folder of the runs and of finished rows")
-    parser.add_argument("--fresh", action="store_true", help="forget finished rows")
-    parser.add_argument("--json", help="write the figures here as well")
-    args = parser.parse_args()
-    names = [n for n in args.only.split(",") if n] or list(RUNGS)
-    if unknown := set(names) - set(RUNGS):
-        parser.error(f"--only {', '.join(sorted(unknown))}: known are {', '.join(RUNGS)}")
-    if args.steps < 2:
-        parser.error("--steps 2 at least: the first is not timed")
+    parser = measure.runs_parser(__doc__, RUNGS, "runs/bench-ladder")
+    args, names = measure.parsed(parser, RUNGS)
     work = Path(args.work).resolve()
     results, source = measure.Results(work / "results.json", args.fresh), measure.source_digest()
-    rows: dict[str, dict[str, Any]] = {}
-    for name in names:
-        key = [name, args.steps, RUNGS[name][2], source, measure.versions()]
-        found = results.get(key)
-        if found is None:
-            print(f"{name} …", file=sys.stderr, flush=True)
-            found = results.put(key, rung(name, args.steps, work))
-        rows[name] = found
+    rows: dict[str, dict[str, Any]] = {
+        n: results.row(n, [n, args.steps, RUNGS[n][2], source, measure.versions()], partial(rung, n, args.steps, work))
+        for n in names
+    }
     first = rows[names[0]]
     print(f"SmolLM2-135M, sequence 512, 2,048 tokens a step, {args.steps} steps each\n{measure.machine()}\n")
     print(measure.table(

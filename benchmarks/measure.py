@@ -7,6 +7,7 @@ the fork, so a parent with torch in it would set a floor of 300 MB under every f
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import hashlib
@@ -17,7 +18,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -126,6 +127,36 @@ class Results:
         aside.write_text(json.dumps(self.rows, indent=1), "utf-8")
         os.replace(aside, self.path)
         return row
+
+    def row(self, name: str, key: Any, make: Callable[[], Any]) -> Any:
+        """The stored row of a key; else `make`'s, said to begin and stored."""
+        found = self.get(key)
+        if found is None:
+            print(f"{name} …", file=sys.stderr, flush=True)
+            found = self.put(key, make())
+        return found
+
+
+def runs_parser(doc: str | None, known: Iterable[str], work: str) -> argparse.ArgumentParser:
+    """The options of a benchmark that goes through named runs of a few steps."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps of a run, the first not timed")
+    parser.add_argument("--only", default="", help=f"of {', '.join(known)}")
+    parser.add_argument("--work", default=work, help="folder of the runs and of finished rows")
+    parser.add_argument("--fresh", action="store_true", help="forget finished rows")
+    parser.add_argument("--json", help="write the figures here as well")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser, known: Iterable[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the names of the runs that were asked for."""
+    args, known = parser.parse_args(), list(known)
+    names = [n for n in args.only.split(",") if n] or known
+    if unknown := set(names) - set(known):
+        parser.error(f"--only {', '.join(sorted(unknown))}: known are {', '.join(known)}")
+    if args.steps < 2:
+        parser.error("--steps 2 at least: the first is not timed")
+    return args, names
 
 
 def digest(value: Any) -> str:

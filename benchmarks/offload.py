@@ -4,15 +4,14 @@
     python benchmarks/offload.py --only plain,both --seq 256
 
 Every run has the same rows a step and the same micro-batches, so its losses must be those of the plain run to the bit;
-the table says whether they are. "moved" is what a step writes to disk and reads back.
+the table says whether they are.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
-import sys
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -54,29 +53,19 @@ def run(name: str, steps: int, seq: int, work: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps of a run, the first not timed")
+    parser = measure.runs_parser(__doc__, RUNS, "runs/bench-offload")
     parser.add_argument("--seq", type=int, default=512, help="tokens of a row; a step has four rows")
-    parser.add_argument("--only", default="", help=f"of {', '.join(RUNS)}")
-    parser.add_argument("--work", default="runs/bench-offload", help="folder of the runs and of finished rows")
-    parser.add_argument("--fresh", action="store_true", help="forget finished rows")
-    parser.add_argument("--json", help="write the figures here as well")
-    args = parser.parse_args()
-    names = [n for n in args.only.split(",") if n] or list(RUNS)
-    if unknown := set(names) - set(RUNS):
-        parser.error(f"--only {', '.join(sorted(unknown))}: known are {', '.join(RUNS)}")
-    if args.steps < 2:
-        parser.error("--steps 2 at least: the first is not timed")
+    args, names = measure.parsed(parser, RUNS)
     work = Path(args.work).resolve()
     results, source = measure.Results(work / "results.json", args.fresh), measure.source_digest()
-    rows: dict[str, dict[str, Any]] = {}
-    for name in names:
-        key = [name, args.steps, args.seq, RUNS[name][1], source, measure.versions()]
-        found = results.get(key)
-        if found is None:
-            print(f"{name} …", file=sys.stderr, flush=True)
-            found = results.put(key, run(name, args.steps, args.seq, work))
-        rows[name] = found
+    rows: dict[str, dict[str, Any]] = {
+        n: results.row(
+            n,
+            [n, args.steps, args.seq, RUNS[n][1], source, measure.versions()],
+            partial(run, n, args.steps, args.seq, work),
+        )
+        for n in names
+    }
     first = rows[names[0]]
     print(f"SmolLM2-135M, AdamW, sequence {args.seq}, four rows a step, {args.steps} steps\n{measure.machine()}\n")
     print(measure.table(
