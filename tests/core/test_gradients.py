@@ -237,3 +237,76 @@ def test_close_takes_the_hooks_away() -> None:
     delivery.close()
     loss_of(net)(unequal(), 58).backward()
     assert all(p.grad is not None for p in net.parameters())
+
+
+class Adder(Keeper):
+    """A rule that adds up what it is given."""
+
+    adds_up = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: dict[Tensor, Tensor] = {}
+
+    def add_gradient(self, parameter: Tensor, grad: Tensor) -> Tensor:
+        self.sums[parameter] = self.sums[parameter].add_(grad) if parameter in self.sums else grad.clone()
+        return self.sums[parameter]
+
+    def step_added(self, parameter: Tensor) -> None:
+        self.step_parameter(parameter, self.sums.pop(parameter))
+
+    def drop_added(self) -> None:
+        self.sums.clear()
+
+
+class Two(nn.Module):
+    """Its second layer is for batches with token 0 in front only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.table, self.head, self.more = nn.Embedding(19, 6), nn.Linear(6, 19), nn.Linear(6, 6)
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        out: Tensor = self.head(x + self.more(x) if int(ids[0, 0]) == 0 else x)
+        return out
+
+
+@pytest.mark.parametrize("touched", [(0, 1, 2), (0,), (1,), (0, 2)])
+def test_a_rule_that_adds_up_moves_what_only_some_micro_batches_touch(touched: tuple[int, ...]) -> None:
+    """However many there are: as many as are given, not as many as a recipe says. Nothing is left to the next step."""
+    rows = unequal()
+    rows.ids[:, 0] = 7
+    for row in touched:
+        rows.ids[row, 0] = 0
+    nets = []
+    for kind, rule in ((InBackward, Adder()), (AfterBackward, Keeper())):
+        net = Two()
+        delivery = kind(net.named_parameters(), rule, None)
+        step = FirstOrder(loss_of(net), delivery)
+        norms = [step.step([rows.take(i, i + 1) for i in range(count)]).grad_norm for count in (3, 4)]
+        nets.append((net, norms))
+        assert len(rule.given) == 2 * len(list(net.parameters()))
+        assert not getattr(rule, "sums", None)
+    assert nets[0][1] == pytest.approx(nets[1][1], rel=1e-12)
+    for a, b in zip(nets[0][0].parameters(), nets[1][0].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+def test_sums_of_a_step_that_broke_off_are_dropped_and_a_second_gradient_of_one_micro_batch_is_refused() -> None:
+    net, rule = nn.Linear(3, 2, bias=False), Adder()
+    delivery = InBackward(net.named_parameters(), rule, None)
+    for break_off in (delivery.discard, lambda: None):
+        delivery.begin(0, 2)
+        net(torch.ones(1, 3)).sum().backward()
+        break_off()
+        delivery.begin(0, 2)
+        assert not rule.sums
+        for _ in range(2):
+            net(torch.ones(1, 3)).sum().backward()
+        torch.testing.assert_close(rule.given.pop()[1], torch.full((2, 3), 2.0))
+        with pytest.raises(ConflictError, match="a second gradient for weight"):
+            net(torch.ones(1, 3)).sum().backward()
+        delivery.end(0)

@@ -131,6 +131,7 @@ def test_rules_that_add_up_take_micro_batches_in_backward_without_a_clip() -> No
     ):
         make("llama", rule, exact=exact)
     run = make("llama", rule, "train.clip=null", exact=exact)
+    run.delivery.begin(0, 2)
     assert run.delivery.micro_batches == 2
     with pytest.raises(ConflictError, match="freed before the next"):
         make("llama", "optimizer={name: fira, rank: 4}", "train.clip=null", exact=exact)

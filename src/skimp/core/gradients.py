@@ -39,7 +39,9 @@ class OneByOne(Protocol):
 
 
 class AddsUp(OneByOne, Protocol):
-    """What a rule offers that can add up the micro-batches of a step in less than their gradients' bytes."""
+    """What a rule with `adds_up` offers: micro-batches of a step added up in less than their gradients' bytes."""
+
+    adds_up: bool
 
     def add_gradient(self, parameter: Tensor, grad: Tensor) -> Tensor:
         """Keep what the step needs of one micro-batch's gradient; returns the sum so far, in the rule's own form."""
@@ -104,8 +106,8 @@ class Delivery:
             self.sinks[name] = buffer
         return buffer
 
-    def begin(self, pass_index: int) -> None:
-        """Before the first micro-batch of a pass."""
+    def begin(self, pass_index: int, micro_batches: int = 1) -> None:
+        """Before the first of so many micro-batches of a pass."""
 
     def end(self, pass_index: int) -> Delivered | None:
         """After the last micro-batch of a pass; the last pass returns what was delivered."""
@@ -229,11 +231,14 @@ class InBackward(Delivery):
 
     A rule that `AddsUp` takes several micro-batches: each gradient is given to it and freed, and the last moves the
     parameter. The norm is then that of the sums as the rule keeps them, and there is no clipping: the norm of the whole
-    gradients is one of tensors that never exist.
+    gradients is one of tensors that never exist. A parameter that some micro-batches do not touch moves when the last
+    has ended.
 
-    Args:
-        micro_batches: of a step; each parameter gets one gradient from each.
+    Attributes:
+        micro_batches: of the present step, for a rule that adds them up; each gives a parameter one gradient at most.
     """
+
+    micro_batches = 1
 
     def __init__(
         self,
@@ -241,11 +246,10 @@ class InBackward(Delivery):
         rule: OneByOne,
         clip: float | None,
         sinks: Iterable[str] = (),
-        micro_batches: int = 1,
     ) -> None:
         super().__init__(parameters, rule, clip, sinks)
-        self.micro_batches = micro_batches
         self._added: dict[str, int] = {}
+        self._sums: dict[str, Tensor] = {}
         self.passes = 1 if clip is None else 2
         self._norms: dict[str, Tensor] = {}
         self._known: Delivered | None = None
@@ -271,22 +275,26 @@ class InBackward(Delivery):
 
     def _add(self, name: str, grad: Tensor) -> None:
         """One of several gradients of a parameter; the last updates it."""
+        self._refuse_moved(name)
         rule: Any = self.rule
-        parameter, count = self.parameters[name], self._added.get(name, 0) + 1
-        self._added[name] = count
+        with torch.no_grad(), scope("gradients", "optimizer", name):
+            self._sums[name] = rule.add_gradient(self.parameters[name], grad)
+        self._added[name] = self._added.get(name, 0) + 1
+        if self._added[name] == self.micro_batches:
+            self._step_added(name)
+
+    def _step_added(self, name: str) -> None:
+        """Update a parameter with the sum of its gradients."""
+        rule: Any = self.rule
+        self._seen.add(name)
         with torch.no_grad():
-            with scope("gradients", "optimizer", name):
-                total = rule.add_gradient(parameter, grad)
-            if count < self.micro_batches:
-                return
-            self._seen.add(name)
             with scope("workspace"):
-                self._norms[name] = _norm(total)
+                self._norms[name] = _norm(self._sums.pop(name))
             self.midway = True
             with scope("optimizer", "optimizer", name):
-                rule.step_added(parameter)
+                rule.step_added(self.parameters[name])
 
-    def _arrive(self, name: str, grad: Tensor) -> None:
+    def _refuse_moved(self, name: str) -> None:
         if name in self._seen:
             raise ConflictError(
                 "step-in-backward with one final gradient per parameter",
@@ -294,6 +302,9 @@ class InBackward(Delivery):
                 "the parameter had already moved when this gradient came",
                 "run the whole step as one micro-batch, or set exact.in_backward=false",
             )
+
+    def _arrive(self, name: str, grad: Tensor) -> None:
+        self._refuse_moved(name)
         self._seen.add(name)
         with torch.no_grad():
             if self._pass == 0:
@@ -307,8 +318,10 @@ class InBackward(Delivery):
         """Names whose gradient has arrived in the present pass, or did in the last one."""
         return frozenset(self._seen)
 
-    def begin(self, pass_index: int) -> None:
-        self._pass = pass_index
+    def begin(self, pass_index: int, micro_batches: int = 1) -> None:
+        self._drop_sums()  # of a step that was not ended
+        adds = self.passes == 1 and getattr(self.rule, "adds_up", False)
+        self._pass, self.micro_batches = pass_index, micro_batches if adds else 1
         self._seen.clear()
         self._added.clear()
         if pass_index == 0:
@@ -316,6 +329,8 @@ class InBackward(Delivery):
             self._known = None
 
     def end(self, pass_index: int) -> Delivered | None:
+        for name in list(self._sums):  # some micro-batches did not touch these
+            self._step_added(name)
         for name, buffer in self.sinks.items():
             if buffer is not None:
                 self._arrive(name, buffer)
@@ -337,9 +352,13 @@ class InBackward(Delivery):
         self._norms.clear()
         self._seen.clear()
         self._added.clear()
-        if self.micro_batches > 1:
+        self._drop_sums()
+
+    def _drop_sums(self) -> None:
+        if self._sums:
             adding: Any = self.rule
             adding.drop_added()
+            self._sums.clear()
 
     def close(self) -> None:
         for hook in self._hooks:

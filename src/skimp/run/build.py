@@ -265,8 +265,7 @@ def _delivery(
 ) -> Delivery:
     if not exact.in_backward:
         return AfterBackward(named, optimizer, recipe.train.clip, sinks)
-    micro_batches = -(-recipe.rows_per_step // exact.micro_rows)
-    return InBackward(named, optimizer, recipe.train.clip, sinks, micro_batches)
+    return InBackward(named, optimizer, recipe.train.clip, sinks)
 
 
 def _sink(delivery: Delivery) -> Callable[[], Tensor | None] | None:

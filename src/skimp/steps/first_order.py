@@ -61,7 +61,7 @@ class FirstOrder:
         delivered = None
         loss = 0.0
         for index in range(self.delivery.passes):
-            self.delivery.begin(index)
+            self.delivery.begin(index, len(micro_batches))
             total: Tensor | None = None
             first_row = 0
             for batch in micro_batches:
