@@ -242,6 +242,13 @@ def test_frugal_moves_the_rest_by_its_sign() -> None:
     assert SignRest().spec(3, 4) == {}
 
 
+def test_the_scale_is_a_factor_of_frugals_moves() -> None:
+    one, two = (nn.Parameter(torch.zeros(12, 31, dtype=F64)) for _ in range(2))
+    for p, scale in ((one, 1.0), (two, 0.5)):
+        presets.Frugal([("w", p)], rank=4, lr=0.1, scale=scale).step_parameter(p, numbers(12, 31))
+    torch.testing.assert_close(two, 0.5 * one.detach(), rtol=1e-12, atol=0)
+
+
 # ---- APOLLO and Fira
 
 

@@ -101,4 +101,4 @@ class SignRest:
         self, g: Tensor, r: Tensor, psi: Tensor, projector: Projector, state: dict[str, Any], place: Place
     ) -> Tensor:
         rest = (g - projector.lift(r, state, place)).sign_().mul_(self.factor)
-        return rest.add_(projector.lift(psi, state, place))
+        return rest.add_(projector.lift(psi, state, place)).mul_(float(place.group["scale"]))
