@@ -224,6 +224,16 @@ def test_stable_spam_is_its_definition_in_float64(shape: tuple[int, ...]) -> Non
     torch.testing.assert_close(p.detach(), stable(random(*shape), grads, 4), rtol=1e-11, atol=1e-12)
 
 
+def test_stable_spam_of_a_gradient_of_zeros_is_finite_whatever_the_history() -> None:
+    """A norm that fades faster than its square: their ratio over the smallest number is beyond float32."""
+    p = nn.Parameter(random(5, 7, dtype=torch.float32))
+    rule = StableSPAM([("w", p)], gammas=(0.7, 0.99999, 0.0))
+    for step in range(1000):
+        rule.step_parameter(p, random(5, 7, seed=step, dtype=torch.float32) * (1e-3 if step < 997 else 1.0))
+    rule.step_parameter(p, torch.zeros(5, 7))
+    assert p.isfinite().all()
+
+
 # ------------------------------------------------------------------------------------------------ Dion
 def dion(p: nn.Parameter, **options: Any) -> Dion:
     return Dion([{"params": [("w", p)], **HIDDEN}], **{"lr": 1e-2, "weight_decay": 0.0, **options})

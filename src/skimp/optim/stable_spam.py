@@ -116,6 +116,7 @@ def stable_spam(p: Tensor, g: Tensor, states: list[Tensor], scalars: list[float]
     mean.mul_(gamma1).add_(norm, alpha=1.0 - gamma1)
     power.mul_(gamma2).addcmul_(norm, norm, value=1.0 - gamma2)
     scale = (mean * fix1) / ((power * fix2).sqrt_().add_(eps)) / norm.clamp(min=torch.finfo(torch.float32).tiny)
+    scale.clamp_(max=torch.finfo(torch.float32).max)  # of a gradient of zeros: infinity times 0 is NaN
     for here in work.chunks():
         grad = _clip(work, here, limit, shrink).mul_(scale)
         first, second = m[here], v[here]
