@@ -178,6 +178,23 @@ def test_what_is_updated_as_a_whole_refuses_a_shard_and_takes_a_copy(second_of_f
         stepped(tensors.Shard(0))
 
 
+def test_replicated_matrices_of_one_shape_move_as_plain_ones_do(second_of_four: None) -> None:
+    """Muon stacks plain ones; of DTensors each process moves its own numbers, one matrix at a time."""
+    tensors = importlib.import_module("torch.distributed.tensor")
+    mesh = torch.distributed.init_device_mesh("cpu", (4,))
+    torch.manual_seed(0)
+    weights, grads = [torch.randn(8, 12) for _ in range(3)], [torch.randn(8, 12) for _ in range(3)]
+    found = []
+    for place in (lambda t: t.clone(), lambda t: tensors.distribute_tensor(t.clone(), mesh, [tensors.Replicate()])):
+        ps = [torch.nn.Parameter(place(w)) for w in weights]
+        for p, g in zip(ps, grads, strict=True):
+            p.grad = place(g)
+        rule = load("muon", "update rule")([{"params": [(str(i), p) for i, p in enumerate(ps)], **HIDDEN}], lr=0.1)
+        rule.step()
+        found.append([local(p.detach()) for p in ps])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_adam_mini_takes_shards_of_whole_blocks(second_of_four: None) -> None:
     tensors = importlib.import_module("torch.distributed.tensor")
     mesh = torch.distributed.init_device_mesh("cpu", (4,))

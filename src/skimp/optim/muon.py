@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from skimp.core.sharded import Part
+from skimp.core.sharded import Part, is_sharded
 from skimp.optim.adam_mini import check_role
 from skimp.optim.adamw import fused_adamw_
 from skimp.optim.adamw_bf16 import rounded_adamw_
@@ -101,12 +101,13 @@ class Muon(UpdateRule):
         return self.rule if self.hidden(p) else f"{self.rule} (adamw)"
 
     def together(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Stacks of hidden matrices of one shape and with the same options; the rest one by one."""
+        """Stacks of hidden matrices of one shape and with the same options; the rest, DTensors too, one by one."""
         if self.away is not None:
             return super().together(parameters)
         stacks: dict[Any, list[list[Tensor]]] = {}
         for p in parameters:
-            key: Any = (p.shape, p.dtype, *_options(self.group_of(p))) if self.hidden(p) else id(p)
+            alone = is_sharded(p) or not self.hidden(p)
+            key: Any = id(p) if alone else (p.shape, p.dtype, *_options(self.group_of(p)))
             open_ = stacks.setdefault(key, [])
             if not open_ or len(open_[-1]) >= stack_at_once(p):
                 open_.append([])
