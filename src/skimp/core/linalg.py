@@ -14,7 +14,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from skimp.core.errors import SkimpError
 from skimp.core.noise import random_uint32
 from skimp.core.repeat import rounds
 
@@ -125,11 +124,6 @@ def _ordered(matrix: Tensor, basis: Tensor, rank: int) -> Tensor:
     return torch.mm(basis, vectors.flip(1)[:, :rank].to(basis.dtype))
 
 
-def captured(matrix: Tensor, basis: Tensor) -> Tensor:
-    """0-d: the part of ‖matrix‖² that lies in the span of orthonormal columns."""
-    return torch.mm(basis.t(), matrix).square().sum() / matrix.square().sum()
-
-
 def fisher_solve(history: Tensor, gram: Tensor, slot: int, damping: float | Tensor) -> Tensor:
     """(k,) (λ·1 + H·Hᵀ)⁻¹·h for the column h of H in `slot`, by way of an (s, s) system.
 
@@ -148,18 +142,3 @@ def fisher_solve(history: Tensor, gram: Tensor, slot: int, damping: float | Tens
     unit[slot] = 1.0
     weights = torch.cholesky_solve(unit, torch.linalg.cholesky(system))
     return torch.mm(history.t(), weights.to(history.dtype)).squeeze(1)
-
-
-def check_rank(rank: int, shape: tuple[int, int], what: str) -> None:
-    """A basis has at least one column and at most as many as the shorter side is long.
-
-    Raises:
-        SkimpError: it does not.
-    """
-    if not 1 <= rank <= min(shape):
-        raise SkimpError(
-            f"rank {rank} for {what}",
-            f"a matrix of {shape[0]} × {shape[1]}",
-            f"it has {min(shape)} directions",
-            f"a rank from 1 to {min(shape)}",
-        )

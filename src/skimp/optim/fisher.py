@@ -21,21 +21,16 @@ from skimp.optim.state import Spec
 
 @dataclass(frozen=True)
 class Fisher:
-    """ĝ = (λ·1 + H·Hᵀ)⁻¹·g, scaled back to the length of g.
-
-    The length is Adam's to set and ĝ's is 1/λ times g's, so without the scale eps would mean something else for every
-    λ. Within one step it changes nothing of the direction.
+    """ĝ = (λ·1 + H·Hᵀ)⁻¹·g. Its length is about 1/(λ + ‖g‖²) times g's, and Adam's to set.
 
     Attributes:
         history: s.
         damping: δ, relative; or λ itself where `absolute`.
-        keep_length: scale ĝ to ‖g‖.
     """
 
     history: int = 20
     damping: float = 1e-3
     absolute: bool = False
-    keep_length: bool = False
     numbers: ClassVar[tuple[str, ...]] = ("filled", "slot")
 
     def spec(self, small: tuple[int, int], dtype: torch.dtype) -> Spec:
@@ -54,11 +49,7 @@ class Fisher:
         damping: float | Tensor = self.damping
         if not self.absolute:
             damping = (gram.diagonal().sum() * (self.damping / state["filled"])).clamp_min(1e-30)
-        natural = fisher_solve(history, gram, slot, damping).view(r.shape)
-        if self.keep_length:
-            size = torch.linalg.vector_norm(natural).clamp_min(1e-30)
-            natural.mul_(torch.linalg.vector_norm(r) / size)
-        return natural
+        return fisher_solve(history, gram, slot, damping).view(r.shape)
 
     def reset(self, state: dict[str, Any]) -> None:
         state["history"].zero_()

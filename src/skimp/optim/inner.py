@@ -102,18 +102,3 @@ class Adam:
             m.copy_(stochastic_round(here["m"], seed, f"{name}.m", stream=step))
             v.copy_(stochastic_round(here["v"], seed, f"{name}.v", stream=step))
         return move
-
-
-@dataclass(frozen=True)
-class Momentum:
-    """Heavy-ball momentum, or plain gradient descent at momentum 0 (then without state): m ← μ·m + g, move −lr·m."""
-
-    momentum: float = 0.9
-
-    def state_spec(self, shape: Sequence[int], dtype: torch.dtype) -> Spec:
-        return {"m": (tuple(shape), dtype)} if self.momentum else {}
-
-    def move(
-        self, g: Tensor, state: dict[str, Any], lr: float, step: int, group: Mapping[str, Any], name: str
-    ) -> Tensor:
-        return (state["m"].mul_(self.momentum).add_(g) if self.momentum else g).mul(-lr)

@@ -82,11 +82,3 @@ def lion_chunk(
 
 
 lion = Elementwise("lion", lion_chunk, states=1, scratch=1)
-
-
-def lion_reference(
-    p: Tensor, grad: Tensor, m: Tensor, *, lr: float, betas: tuple[float, float], weight_decay: float
-) -> tuple[Tensor, Tensor]:
-    """The definition, out of place, in the dtype it is given: (new p, new m)."""
-    move = (betas[0] * m + (1 - betas[0]) * grad).sign()
-    return p * (1 - lr * weight_decay) - lr * move, betas[1] * m + (1 - betas[1]) * grad
