@@ -121,6 +121,17 @@ def test_a_step_of_many_micro_batches_counts_its_update_once() -> None:
     assert three == pytest.approx(every, rel=1e-4)
 
 
+def test_a_part_of_a_step_that_adds_up_in_backward_ends_in_its_update() -> None:
+    """Two of eight micro-batches stand for all: the same peak, and the update's time is counted."""
+    described = recipe("train.batch_tokens=2560", "optimizer={name: galore, rank: 8}", "train.clip=null")
+    two, every = (
+        simulate(described, ExactChoices(1, in_backward=True), CONFIG, rates=RATES, steps=1, micro_batches=m)
+        for m in (2, None)
+    )
+    assert two.peak.total == every.peak.total
+    assert two.seconds == pytest.approx(every.seconds, rel=1e-4)
+
+
 def test_rates_by_class_of_operator() -> None:
     assert RATES.seconds("aten::mm", "forward", 10**9, 100) == pytest.approx(1e-2 + 1e-6)
     assert RATES.seconds("aten::_scaled_dot_product_flash_attention_for_cpu", "forward", 10**9, 1) > 2e-2

@@ -45,15 +45,12 @@ class AddsUp(OneByOne, Protocol):
 
     def add_gradient(self, parameter: Tensor, grad: Tensor) -> Tensor:
         """Keep what the step needs of one micro-batch's gradient; returns the sum so far, in the rule's own form."""
-        ...
 
     def step_added(self, parameter: Tensor) -> None:
         """Update with what was added."""
-        ...
 
     def drop_added(self) -> None:
         """Forget what was added: the step broke off."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -266,10 +263,7 @@ class InBackward(Delivery):
             assert grad is not None
             classify([grad], "gradients")
             at(name)
-            if self.micro_batches == 1:
-                self._arrive(name, grad)
-            else:
-                self._add(name, grad)
+            (self._arrive if self.micro_batches == 1 else self._add)(name, grad)
 
         return arrived
 
@@ -277,7 +271,7 @@ class InBackward(Delivery):
         """One of several gradients of a parameter; the last updates it."""
         self._refuse_moved(name)
         rule: Any = self.rule
-        with torch.no_grad(), scope("gradients", "optimizer", name):
+        with torch.no_grad(), scope("gradients", owner=name):
             self._sums[name] = rule.add_gradient(self.parameters[name], grad)
         self._added[name] = self._added.get(name, 0) + 1
         if self._added[name] == self.micro_batches:
@@ -288,7 +282,7 @@ class InBackward(Delivery):
         rule: Any = self.rule
         self._seen.add(name)
         with torch.no_grad():
-            with scope("workspace"):
+            with scope("workspace", "optimizer"):  # once a step, as the update is
                 self._norms[name] = _norm(self._sums.pop(name))
             self.midway = True
             with scope("optimizer", "optimizer", name):
@@ -349,9 +343,8 @@ class InBackward(Delivery):
 
     def discard(self) -> None:
         super().discard()
-        self._norms.clear()
-        self._seen.clear()
-        self._added.clear()
+        for kept in (self._norms, self._seen, self._added):
+            kept.clear()
         self._drop_sums()
 
     def _drop_sums(self) -> None:

@@ -63,7 +63,8 @@ def simulate(
         target: "cpu" adds what ATen's CPU operators allocate inside a call; "cuda" does not.
         steps: optimizer steps simulated.
         blocks: simulate only so many of the model's blocks (for extension by `plan.extend`).
-        micro_batches: simulate at most so many of a step's micro-batches; the third is like the second.
+        micro_batches: simulate at most so many of a step's micro-batches; the third is like the second. Where they are
+            added up in backward one more: the last moves the parameters, and holds less than those before it.
         timeline: record the memory of the last step over its operators.
         short: for a search: one round stands for all equal ones in chunk loops, and evaluation, which keeps
             nothing for backward, is left out.
@@ -78,6 +79,8 @@ def simulate(
         config = {**config, key: blocks}
         if config.get("layer_types"):
             config["layer_types"] = config["layer_types"][:blocks]
+    if micro_batches is not None and exact.in_backward and exact.micro_rows < recipe.rows_per_step:
+        micro_batches += 1
     with lean_imports():  # its constructor asks the compiler for its settings
         mode: Any = contextlib.nullcontext() if real else FakeTensorMode()
     with attention.target(target), Remembering():
