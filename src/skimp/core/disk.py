@@ -84,7 +84,6 @@ class DiskTier(Tier):
 
     Args:
         folder: where; made when missing.
-        threads: for each direction, so that what is needed next never waits behind what is written.
 
     Raises:
         RecipeError, OSError: as `open_unnamed`.
@@ -92,15 +91,17 @@ class DiskTier(Tier):
 
     place: ClassVar[Place] = "disk"
 
-    def __init__(self, folder: Path, threads: int = 1) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
         self._file = open_unnamed(folder)
         #: also when a build breaks off and nobody closes the tier.
         self._closing = weakref.finalize(self, os.close, self._file)
         self._allocated = 0
-        self._writers = ThreadPoolExecutor(threads, "skimp-offload-out")
-        self._readers = ThreadPoolExecutor(threads, "skimp-offload-in")
+        # One a direction: what is needed next never waits behind what is written, and an extent that is used again is
+        # written after its last one.
+        self._writers = ThreadPoolExecutor(1, "skimp-offload-out")
+        self._readers = ThreadPoolExecutor(1, "skimp-offload-in")
         self._sums: dict[int, int] = {}
 
     def grow(self, size: int) -> None:

@@ -22,12 +22,12 @@ class DiskThroughHost(DiskTier):
     """Extents in a file, for tensors of a card.
 
     Args:
-        folder, threads: as `DiskTier`.
+        folder: as `DiskTier`.
         streams: the device's; `CudaStreams` when not given.
     """
 
-    def __init__(self, folder: Path, threads: int = 1, streams: Streams | None = None) -> None:
-        super().__init__(folder, threads)
+    def __init__(self, folder: Path, streams: Streams | None = None) -> None:
+        super().__init__(folder)
         self._streams = streams or CudaStreams()
         self._idle: defaultdict[int, list[Tensor]] = defaultdict(list)
         self._written: dict[int, Future[None]] = {}
