@@ -20,7 +20,7 @@ from skimp.core.memory.process import resident
 from skimp.core.registry import load, methods
 from skimp.core.state_file import StateFile
 from skimp.core.state_host import HostStates, SimulatedHostStates
-from skimp.optim import AdamW, AdamW8bit, elsewhere, role_groups, roles, state_key
+from skimp.optim import AdamW, AdamW8bit, elsewhere, reset_moments, role_groups, roles, state_key
 from skimp.optim.base import UpdateRule
 
 RULES = [name for name, f in methods().items() if f.kind == "update rule" and "state-offload" not in f.conflicts]
@@ -281,3 +281,21 @@ def test_regions_begin_and_end_with_the_machines_pages(tmp_path: Path) -> None:
     assert len(asked) >= 2 * len(file._spans) > 2
     assert all(start % mmap.PAGESIZE == 0 for start, _ in asked)
     assert all(start % mmap.PAGESIZE == size % mmap.PAGESIZE == 0 for start, size in file._spans.values())
+
+
+@pytest.mark.parametrize("name", ["dion", "adamw8bit"])
+def test_a_reset_and_a_first_state_leave_nothing_open(tmp_path: Path, name: str) -> None:
+    """Whatever is read or written of a state on disk is inside its region, which is then given back."""
+    net, twin = model(), model()
+    rule, other = made(name, net), made(name, twin)
+    file = StateFile(tmp_path)
+    rule.keep_states(file)
+    rule.init_states()
+    opened = file.opened
+    assert opened == (2 if name == "dion" else 0)  # Dion's Q begins with numbers
+    steps(rule, net, 0, 2)
+    steps(other, twin, 0, 2)
+    before = file.opened
+    assert reset_moments(rule) == reset_moments(other) > 0
+    assert file.opened == before + 2
+    assert same(state(rule), state(other))

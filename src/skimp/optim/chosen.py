@@ -10,6 +10,7 @@ from torch import Tensor
 from skimp.core.errors import SkimpError
 from skimp.core.sharded import largest_part
 from skimp.optim.base import UpdateRule
+from skimp.optim.options import check_dtype
 from skimp.optim.plain import plain_spec
 from skimp.optim.role import TABLES
 from skimp.optim.stages import Stages
@@ -123,10 +124,4 @@ class Chosen(UpdateRule):
 
     def check_parameter(self, name: str, p: Tensor) -> None:
         super().check_parameter(name, p)
-        if p.dtype not in (torch.float32, torch.float64, torch.bfloat16):
-            raise SkimpError(
-                f"{self.rule} on parameter '{name}'",
-                f"dtype {p.dtype}",
-                "it steps in float32 and writes float32, float64 or bf16 weights",
-                "model.to(torch.float32) or model.to(torch.bfloat16) before the optimizer",
-            )
+        check_dtype(self.rule, name, p)

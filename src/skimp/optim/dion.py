@@ -31,6 +31,7 @@ from skimp.optim.adamw_bf16 import rounded_adamw_
 from skimp.optim.base import UpdateRule
 from skimp.optim.dion_step import dion
 from skimp.optim.elementwise import wide_dtype
+from skimp.optim.elsewhere import at_hand
 from skimp.optim.muon import is_hidden
 from skimp.optim.options import check_dtype, check_options, check_range, lr_of
 from skimp.optim.state import Spec
@@ -102,7 +103,7 @@ class Dion(UpdateRule):
         state = super().init_state(p)
         if fresh and self.hidden(p):
             seed, q = self.group_of(p)["seed"], local(state["q"])
-            with torch.no_grad():
+            with torch.no_grad(), at_hand(self, p):
                 q.copy_(normal(seed, f"{self.name_of(p)}.q", 0, q.numel(), device=q.device).view(q.shape))
         return state
 

@@ -7,8 +7,8 @@ for all of them the rule is refused. Parameters of one or of three and more dime
 are one matrix. The shorter side is projected.
 
 A basis is made at the parameter's first step and then every `refresh` steps, each parameter at another step of the
-period so that no step pays for all. A gradient of zeros keeps the old basis; one that is not finite stops the step
-before anything of this parameter has changed.
+period so that no step pays for all. There a gradient of zeros keeps the old basis; one that is not finite stops the
+step before anything of this parameter has changed. Between changes nothing is read, so none is refused.
 """
 
 from __future__ import annotations

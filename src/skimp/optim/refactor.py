@@ -22,6 +22,7 @@ from torch import Tensor
 from skimp.core.errors import SkimpError
 from skimp.core.read import read
 from skimp.core.sharded import is_sharded, local
+from skimp.optim.elsewhere import at_hand
 
 #: Below this part of the largest singular value a direction counts as dead.
 DEAD = 1e-4
@@ -82,9 +83,10 @@ def reset_moments(optimizer: Any, parameters: Iterable[Tensor] | None = None) ->
         count += 1
         for key in optimizer.numbers_of(p):
             state[key] = 0
-        for key, value in state.items():
-            if isinstance(value, Tensor) and key not in optimizer.kept_on_reset:
-                local(value).zero_()
+        with at_hand(optimizer, p):
+            for key, value in state.items():
+                if isinstance(value, Tensor) and key not in optimizer.kept_on_reset:
+                    local(value).zero_()
     return count
 
 
