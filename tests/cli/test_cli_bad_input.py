@@ -351,6 +351,10 @@ def test_a_budget_beyond_the_machine_is_planned_and_not_run(
         (("train", "absent.yaml"), ("absent.yaml",)),
         (("plan", "--model", "llama-3-8b", "--gpu", "rtx-9999"), ("rtx-9999",)),
         (("plan", "--model", "llama-3-8b", "--gpu", "24GB", "--memory", "much"), ("memory", "'much'")),
+        (("plan", "--model", "llama-3-8b", "--memory", "1e400GB"), ("memory", "'1e400GB'")),
+        (("plan", "--model", "llama-3-8b", "--largest", "batch", "--html", "x.html"), ("--largest", "--html")),
+        (("plan", "--model", "llama-3-8b", "--sweep", "batch=1", "--frontier", "x.svg"), ("--sweep", "--frontier")),
+        (("plan", "--model", "llama-3-8b", "--sweep", "batch=1", "--markdown"), ("--sweep", "--markdown")),
         (("plan", "--model", "no-such-model"), ("no-such-model",)),
         (("plan", "--model", "llama-3-8b", "train.stpes=3"), ("train.stpes", "command line")),
         (("plan", "--model", "llama-3-8b", "nonsense"), ("a recipe 'nonsense'", "--model")),
@@ -374,7 +378,13 @@ def test_a_file_that_is_no_yaml(skimp: Skimp, tmp_path: Path) -> None:
 
 
 def test_usage_errors_are_two(skimp: Skimp) -> None:
-    for words in (("nothing",), ("plan", "--bogus"), ("train",)):
+    for words in (
+        ("nothing",),
+        ("plan", "--bogus"),
+        ("train",),
+        ("plan", "--model", "llama-3-8b", "--batch", "0"),
+        ("plan", "--model", "llama-3-8b", "--largest", "batch", "--seq", "0"),
+    ):
         done = skimp(*words)
         assert (done.code, "Traceback" in done.err) == (2, False)
 

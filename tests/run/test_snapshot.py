@@ -222,6 +222,37 @@ def test_what_is_no_snapshot_is_refused(content: bytes, said: str, tmp_path: Pat
     assert "_dump_snapshot" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"device_traces": [[{"action": "alloc"}]]},
+        {"device_traces": [[{"action": "free_requested", "addr": 1}]]},
+        {"device_traces": [[event("alloc", SMALL, -3)]]},
+        {"device_traces": [[{**event("alloc", SMALL, 3), "size": None}]]},
+        {"device_traces": [[{**event("alloc", SMALL, 3), "stream": "s"}]]},
+        {"device_traces": [[{**event("alloc", SMALL, 3), "frames": 7}]]},
+        {"segments": [{**SEGMENTS[0], "device": "x"}]},
+        {"segments": [{**SEGMENTS[0], "total_size": -5}]},
+        {"segments": [{**SEGMENTS[0], "blocks": [{**block(5), "frames": 7}]}]},
+        {"allocator_settings": [1]},
+        {"allocator_settings": {"roundup_power2_divisions": {"a": "b"}}},
+        {"allocator_settings": {"roundup_power2_divisions": [1]}},
+    ],
+)
+def test_a_damaged_snapshot_is_refused(changed: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(SkimpError, match="a CUDA memory snapshot at"):
+        read_snapshot(write(tmp_path / "s.pickle", **changed))
+
+
+@pytest.mark.parametrize(
+    "plan", [[], {"places": []}, {"places": {"device": 3}}, {"places": {"device": {"allocator": {}}}}]
+)
+def test_a_file_that_is_no_plan_is_refused(plan: Any, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(SkimpError, match="one for nothing"):
+        against(tmp_path, report(read_snapshot(write(tmp_path / "s.pickle"))))
+
+
 def test_which_paths_mean_a_snapshot(tmp_path: Path) -> None:
     assert looks_like_one(tmp_path / "none.pickle")
     assert not looks_like_one(tmp_path)

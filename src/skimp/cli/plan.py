@@ -28,8 +28,8 @@ def command(
         str | None, typer.Option(help="Plan for this card: 24GB, rtx-4090, …", autocompletion=complete.cards)
     ] = None,
     memory: Annotated[str | None, typer.Option(help="Most memory on the computing device, such as 10GB.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Sequence length (data.seq_len).")] = None,
-    batch: Annotated[int | None, typer.Option(help="Rows in one optimizer step.")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="Sequence length (data.seq_len).")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Rows in one optimizer step.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="Update rule.", autocompletion=complete.update_rules)] = None,
     precision: Annotated[
         str | None, typer.Option(help="fp32, bf16-mixed or bf16.", autocompletion=complete.precisions)
@@ -63,6 +63,12 @@ def command(
     from skimp.core.lean import stay_lean
     from skimp.core.memory.process import set_malloc_policy
 
+    if sweep is not None or largest is not None:
+        of_one = {"--probe": probe, "--html": html, "--png": png, "--frontier": frontier, "--explain": explain}
+        asked = [name for name, value in (of_one | {"--markdown": markdown}).items() if value]
+        if asked:
+            table_of = "--sweep" if sweep is not None else "--largest"
+            raise RecipeError(f"skimp plan {table_of} {asked[0]}", "a table of runs", f"{asked[0]} is of one plan")
     if frontier is not None:
         from skimp.cli.plan_sweep import check_file
 

@@ -17,13 +17,15 @@ UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+#: More than any place has; beyond, a size is a slip or no number.
+MOST = 10**18
 
 
 def parse_bytes(text: str | int | float, key: str = "size") -> int:
     """Read '2GB', '1.5 GiB', '512MB' or a plain number of bytes.
 
     Raises:
-        SkimpError: not a size, not positive, or a bare number too small to be meant as bytes.
+        SkimpError: not a size, not positive, larger than any place, or a bare number too small to mean bytes.
     """
     if isinstance(text, bool):
         raise SkimpError(f"{key}: a size in bytes", f"{text!r}", instead="write it as 2GB, 1.5GiB or 512MB")
@@ -34,6 +36,8 @@ def parse_bytes(text: str | int | float, key: str = "size") -> int:
         if not match or (match.group(2) or "B").upper() not in UNITS:
             raise SkimpError(f"{key}: a size in bytes", f"{text!r}", instead="write it as 2GB, 1.5GiB or 512MB")
         number, unit = float(match.group(1)), (match.group(2) or "B").upper()
+    if not abs(number * UNITS[unit]) <= MOST:  # nor for one that is no number
+        raise SkimpError(f"{key}: a size there is", f"{text!r}", instead="write it as 2GB, 1.5GiB or 512MB")
     size = int(number * UNITS[unit])
     if size <= 0:
         raise SkimpError(f"{key}: a positive size", f"{text!r}", instead="write it as 2GB, 1.5GiB or 512MB")

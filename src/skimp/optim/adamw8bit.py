@@ -94,13 +94,7 @@ class AdamW8bit(UpdateRule):
         shape, n = tuple(shape), count(shape)
         if (n if whole is None else whole) < MIN_ELEMENTS:
             return {"m": (shape, torch.float32), "v": (shape, torch.float32)}
-        blocks = (padded(n) // BLOCK,)
-        return {
-            "m": (shape, torch.uint8),
-            "m_absmax": (blocks, torch.float32),
-            "v": (shape, torch.uint8),
-            "v_absmax": (blocks, torch.float32),
-        }
+        return coded_spec(shape)
 
     def rule_for(self, p: Tensor) -> str:
         return self.rule if p.numel() >= MIN_ELEMENTS else f"{self.rule} (float32 states)"
@@ -127,3 +121,14 @@ class AdamW8bit(UpdateRule):
             rounded_adamw_(part, p, grad, state, group)
         else:
             fused_adamw_(p, grad, state, group)
+
+
+def coded_spec(shape: Sequence[int]) -> Spec:
+    """State of moments coded in blocks of 256."""
+    shape, blocks = tuple(shape), (padded(count(shape)) // BLOCK,)
+    return {
+        "m": (shape, torch.uint8),
+        "m_absmax": (blocks, torch.float32),
+        "v": (shape, torch.uint8),
+        "v_absmax": (blocks, torch.float32),
+    }

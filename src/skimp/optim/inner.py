@@ -20,13 +20,10 @@ from torch import Tensor
 
 from skimp.core.codecs.base import count
 from skimp.core.codecs.bf16 import stochastic_round
-from skimp.core.codecs.dynamic8_chunks import BLOCK, padded
 from skimp.optim.adamw import fused_adamw_
+from skimp.optim.adamw8bit import MIN_ELEMENTS, coded_spec
 from skimp.optim.adamw8bit_step import adamw8bit
 from skimp.optim.state import Spec
-
-#: Moments of tensors with fewer elements stay float32, as in `adamw8bit`.
-MIN_ELEMENTS = 4096
 
 Codec = Literal["fp32", "bf16", "int8"]
 
@@ -69,15 +66,9 @@ class Adam:
     eps_outside: bool = False
 
     def state_spec(self, shape: Sequence[int], dtype: torch.dtype) -> Spec:
-        shape, n = tuple(shape), count(shape)
-        if self.states == "int8" and n >= MIN_ELEMENTS:
-            blocks = (padded(n) // BLOCK,)
-            return {
-                "m": (shape, torch.uint8),
-                "m_absmax": (blocks, torch.float32),
-                "v": (shape, torch.uint8),
-                "v_absmax": (blocks, torch.float32),
-            }
+        shape = tuple(shape)
+        if self.states == "int8" and count(shape) >= MIN_ELEMENTS:
+            return coded_spec(shape)
         kind = torch.bfloat16 if self.states == "bf16" else dtype
         return {"m": (shape, kind), "v": (shape, kind)}
 

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skimp.core.codecs.base import count
-from skimp.core.codecs.dynamic8_chunks import BLOCK, padded
 from skimp.core.noise import key64
 from skimp.core.sharded import Part
 from skimp.optim.adamw import fused_adamw_
-from skimp.optim.adamw8bit import MIN_ELEMENTS
+from skimp.optim.adamw8bit import MIN_ELEMENTS, coded_spec
 from skimp.optim.adamw8bit_step import adamw8bit
 from skimp.optim.adamw_bf16 import check_gradient, rounded_adamw_
 from skimp.optim.inner import Codec
@@ -29,13 +27,7 @@ def plain_spec(shape: Sequence[int], dtype: torch.dtype, whole: int, states: Cod
     """State of a parameter (or part) of `shape` and dtype; `whole` numbers of the whole decide whether it is coded."""
     shape = tuple(shape)
     if states == "int8" and whole >= MIN_ELEMENTS:
-        blocks = (padded(count(shape)) // BLOCK,)
-        return {
-            "m": (shape, torch.uint8),
-            "m_absmax": (blocks, torch.float32),
-            "v": (shape, torch.uint8),
-            "v_absmax": (blocks, torch.float32),
-        }
+        return coded_spec(shape)
     low = torch.bfloat16 if states == "bf16" and dtype == torch.bfloat16 else torch.promote_types(dtype, torch.float32)
     return {"m": (shape, low), "v": (shape, low)}
 

@@ -65,11 +65,16 @@ def read_snapshot(path: Path) -> Snapshot:
         found = {"segments": found, "device_traces": []}
     content: dict[str, Any] = found if isinstance(found, dict) else {}
     segments, traces = content.get("segments"), content.get("device_traces")
-    whole = isinstance(segments, list) and isinstance(traces, list)
+    said = content.get("allocator_settings") or {}
+    whole = isinstance(segments, list) and isinstance(traces, list) and isinstance(said, dict)
     if not whole or not all(map(_is_segment, segments or ())) or not all(map(_is_trace, traces or ())):
         kind = f"a {type(found).__name__}" + (f" with {', '.join(map(str, list(content)[:4]))}" if content else "")
         raise _refusal(path, kind, "a snapshot has segments with addresses, sizes and blocks, and device_traces")
-    return Snapshot(path, segments or [], traces or [], _settings(content.get("allocator_settings") or {}))
+    try:
+        settings = _settings(said)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise _refusal(path, f"allocator_settings: {error}", "they are not as torch writes them") from None
+    return Snapshot(path, segments or [], traces or [], settings)
 
 
 def looks_like_one(path: Path) -> bool:
@@ -82,14 +87,34 @@ def _refusal(path: Path, found: str, why: str = "") -> SkimpError:
 
 
 def _is_segment(segment: Any) -> bool:
-    numbers = isinstance(segment, dict) and all(isinstance(segment.get(k), int) for k in ("address", "total_size"))
-    if not numbers or not isinstance(segment.get("blocks"), list):
+    if not _counted(segment, "address", "total_size", maybe=("device",)) or not isinstance(segment.get("blocks"), list):
         return False
-    return all(isinstance(b, dict) and isinstance(b.get("size"), int) for b in segment["blocks"])
+    maybe = ("address", "requested_size", "stream")
+    return all(_counted(block, "size", maybe=maybe) and _framed(block) for block in segment["blocks"])
 
 
 def _is_trace(trace: Any) -> bool:
-    return isinstance(trace, list) and all(isinstance(e, dict) and isinstance(e.get("action"), str) for e in trace)
+    return isinstance(trace, list) and all(map(_is_event, trace))
+
+
+def _is_event(event: Any) -> bool:
+    if not isinstance(event, dict) or not isinstance(event.get("action"), str):
+        return False
+    sized = ("addr", "size") if event["action"] in ("alloc", "free_requested") else ()
+    return _counted(event, *sized, maybe=("addr", "size", "stream", "device_free")) and _framed(event)
+
+
+def _counted(value: Any, *names: str, maybe: tuple[str, ...] = ()) -> bool:
+    """Whether it is a dictionary with whole numbers, none below 0, at `names`, and at `maybe` where it has those."""
+    if not isinstance(value, dict):
+        return False
+    wanted = [*names, *(name for name in maybe if name in value)]
+    return all(isinstance(value.get(name), int) and value[name] >= 0 for name in wanted)
+
+
+def _framed(value: dict[str, Any]) -> bool:
+    """Whether its frames, if any, are a list."""
+    return isinstance(value.get("frames") or [], (list, tuple))
 
 
 def _settings(said: dict[str, Any]) -> AllocatorSettings:

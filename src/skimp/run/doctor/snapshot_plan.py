@@ -51,9 +51,9 @@ def against(path: Path, reports: list[DeviceReport]) -> Compared:
             str(error),
             instead=["a run's folder", "skimp plan RECIPE --gpu 24GB --json > plan.json"],
         ) from None
-    device = plan.get("places", {}).get("device", {}) if isinstance(plan, dict) else {}
-    planned = device.get("allocator")
-    if planned is None:
+    device = _under(_under(plan, "places"), "device")
+    planned = _under(device, "allocator")
+    if not all(isinstance(planned.get(k), int) for k in ("requested_bytes", "reserved_bytes")):
         raise SkimpError(
             f"a plan for a card at {path}",
             f"one for {device.get('name', 'nothing')}",
@@ -66,3 +66,9 @@ def against(path: Path, reports: list[DeviceReport]) -> Compared:
     return Compared(
         planned["requested_bytes"], planned["reserved_bytes"], fullest.requested.peak, fullest.reserved.peak
     )
+
+
+def _under(value: Any, key: str) -> dict[str, Any]:
+    """The object at a key; an empty one where there is none."""
+    found = value.get(key) if isinstance(value, dict) else None
+    return found if isinstance(found, dict) else {}
