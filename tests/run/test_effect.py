@@ -111,9 +111,7 @@ def test_what_is_disabled_is_named(what: str, recipe: dict[str, Any], monkeypatc
 
 
 def test_gradients_that_outlive_backward_are_named(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        builder, "InBackward", lambda named, rule, clip, sinks, _: AfterBackward(named, rule, clip, sinks)
-    )
+    monkeypatch.setattr(builder, "InBackward", AfterBackward)
     run = make(recipe, IN_BACKWARD)
     with pytest.raises(EffectError, match=r"stepping in backward\n.*gradients were held until it had ended"):
         checked(run)

@@ -197,6 +197,11 @@ class LayerSampler:
         """The optimizer's own, of a batch of `together`."""
         self.optimizer.step_parameters(items)
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether the optimizer adds up micro-batches."""
+        return bool(getattr(self.optimizer, "adds_up", False))
+
     def add_gradient(self, parameter: Tensor, grad: Tensor) -> Tensor:
         """The optimizer's own: one micro-batch's gradient, added up in the small space."""
         added: Tensor = self.optimizer.add_gradient(parameter, grad)
