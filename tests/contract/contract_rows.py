@@ -208,6 +208,26 @@ TECHNIQUES["galore-adds-up"] = Technique({"in_backward": True, "micro_rows": 1},
 TECHNIQUES["grass-adds-up"] = Technique(
     {"in_backward": True, "micro_rows": 3}, (FAMILY["grass"], "train.clip=null", "precision=bf16")
 )
+#: Gradients that arrive projected.
+NO_CLIP = ("train.clip=null",)
+GRASS_COMPACT = (FAMILY["grass"], "optimizer.compact=true", *NO_CLIP)
+TECHNIQUES["grass-no-clip"] = Technique(overrides=(FAMILY["grass"], *NO_CLIP))
+TECHNIQUES["grass-compact"] = Technique(overrides=GRASS_COMPACT)  # its norm is that of the projections
+TECHNIQUES["grass-compact-in-backward"] = Technique({"in_backward": True}, GRASS_COMPACT, base="grass-compact")
+TECHNIQUES["grass-compact-recompute"] = Technique(
+    {"recompute": tuple(range(BLOCKS))}, GRASS_COMPACT, base="grass-compact"
+)
+TECHNIQUES["galore8bit-compact-adds-up"] = Technique(
+    {"in_backward": True, "micro_rows": 1},
+    (FAMILY["galore8bit"], "optimizer.compact=true", "exact.micro_batch=1", *NO_CLIP),
+)
+TECHNIQUES["bf16-galore2-compact"] = Technique(
+    {"micro_rows": 3}, ("precision=bf16", FAMILY["galore2"], "optimizer.compact=true", "exact.micro_batch=3", *NO_CLIP)
+)
+TECHNIQUES["mixed-q-galore-compact"] = Technique(
+    overrides=("precision=bf16-mixed", FAMILY["q-galore"], "optimizer.compact=true", *NO_CLIP)
+)
+TECHNIQUES["lisa-grass-compact"] = Technique(overrides=(*LISA, *GRASS_COMPACT))
 for _rule, _override in FAMILY.items():
     TECHNIQUES[_rule] = Technique(overrides=(_override,))
     TECHNIQUES[f"{_rule}-in-backward"] = Technique({"in_backward": True}, (_override,), base=_rule)

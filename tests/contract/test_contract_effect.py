@@ -146,6 +146,16 @@ def test_mutation_gradients_kept_after_the_step(monkeypatch: pytest.MonkeyPatch)
         effect.check(run, 1e-3)
 
 
+@pytest.mark.parametrize("technique", ["grass-compact", "grass-compact-in-backward"])
+def test_mutation_compact_layers_that_run_plain(technique: str) -> None:
+    def plain(run: Run) -> None:
+        assert run.compact is not None
+        run.compact.remove()
+
+    with pytest.raises(EffectError, match=r"21 of 21 came whole, first model\.layers\.0"):
+        first_step(technique, disable=plain)
+
+
 def test_mutation_accumulation_that_takes_all_rows_at_once() -> None:
     def whole(run: Run) -> None:
         run.step = lambda batch: run.stepper.step([batch])  # type: ignore[method-assign]

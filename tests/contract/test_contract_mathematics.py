@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contract_rows import STYLES, TECHNIQUES, batch_of, make_run, weights
+from contract_rows import FAMILY, STYLES, TECHNIQUES, Technique, batch_of, make_run, weights
 from torch import Tensor
 
 from skimp.run.build import Run
@@ -86,3 +86,21 @@ def test_what_changes_the_mathematics_is_seen_to(technique: str) -> None:
     plain, other = moved("plain", "llama"), moved(technique, "llama")
     assert any(not torch.equal(plain[2][n], other[2][n]) for n in plain[2])
     assert other[0] == pytest.approx(plain[0], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("compact", "style"),
+    [("grass-compact", "gpt2"), ("grass-compact-in-backward", "llama-tied"), ("galore8bit-compact", "llama-tied")],
+)
+def test_compact_gradients_train_as_whole_ones_do(compact: str, style: str) -> None:
+    """Losses of the run that forms every gradient, over two changes of basis; where a product is summed in another
+    order 8-bit codes may fall on the other side of a bound."""
+    whole = Technique(overrides=(FAMILY[compact.split("-")[0]], "train.clip=null"))
+    exact = {"in_backward": True} if "in-backward" in compact else {}
+    line = Technique(exact, (*whole.overrides, "optimizer.compact=true"))
+    found, expected = (
+        [make.step(batch_of(whole, seed=i)).loss for i in range(5)]
+        for make in (make_run(line, style), make_run(whole, style))
+    )
+    assert found == pytest.approx(expected, rel=1e-4 if "8bit" in compact else 1e-5)
+    assert len(set(found)) == len(found)

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import skimp.optim.presets as presets
-from skimp.core.errors import SkimpError
+from skimp.core.errors import EffectError, RecipeError, SkimpError
 from skimp.core.memory.tracker import Tracker
 from skimp.optim import project_backward
+from skimp.recipe import load_recipe
 
 RULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "galore": (presets.GaLore, {"svd": "random"}),
@@ -129,3 +130,25 @@ def test_refusals_and_the_model_is_plain_again() -> None:
     with project_backward(net, presets.Grass(list(net.named_parameters()), rank=3)):
         assert "forward" in vars(net.up)
     assert "forward" not in vars(net.up)
+
+
+def test_a_recipe_that_clips_or_adapts_is_refused_with_its_way_out() -> None:
+    values = {"model": "tiny", "data": {"train": "pydoc"}, "output": "runs/x", "adapter": {"r": 2}}
+    with pytest.raises(RecipeError) as caught:
+        load_recipe({**values, "optimizer": {"name": "grass", "compact": True}})
+    for part in ("train.clip=null", "optimizer.compact=false", "no projection makes smaller"):
+        assert part in str(caught.value)
+    with pytest.raises(RecipeError, match=r"optimizer\.compact[\s\S]*no such key"):
+        load_recipe({**values, "optimizer": {"name": "fira", "compact": True}})
+    with pytest.raises(SkimpError, match=r"fira[\s\S]*whole gradient"):
+        presets.Fira([("w", nn.Parameter(torch.ones(8, 8)))], rank=1, compact=True)
+
+
+def test_a_rule_that_asks_for_compact_gradients_and_gets_whole_ones_fails_its_effect() -> None:
+    net = Net()
+    rule = presets.Grass(list(net.named_parameters()), rank=3, compact=True)
+    before = {n: p.detach().clone() for n, p in net.named_parameters()}
+    net(batch(1, 9, 13)).square().mean().backward()
+    rule.step()
+    with pytest.raises(EffectError, match="2 of 2 came whole, first down.weight"):
+        rule.assert_effect(before, dict(net.named_parameters()))

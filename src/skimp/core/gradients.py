@@ -46,6 +46,9 @@ class AddsUp(OneByOne, Protocol):
     def add_gradient(self, parameter: Tensor, grad: Tensor) -> Tensor:
         """Keep what the step needs of one micro-batch's gradient; returns the sum so far, in the rule's own form."""
 
+    def add_factors(self, parameter: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """The same of leftᵀ·right, (t, m) and (t, n), which need not be formed."""
+
     def step_added(self, parameter: Tensor) -> None:
         """Update with what was added."""
 
@@ -85,6 +88,9 @@ class Delivery:
         self.rule = rule
         self.clip = clip
         self.sinks: dict[str, Tensor | None] = {name: None for name in sinks if name in self.parameters}
+        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+        #: what a rule that `AddsUp` keeps of the present step's gradients, by name.
+        self._sums: dict[str, Tensor] = {}
         self.step_index = 0
         #: an update of the present step has begun and the last one has not ended: some parameters are a step ahead.
         self.midway = False
@@ -105,6 +111,33 @@ class Delivery:
 
     def begin(self, pass_index: int, micro_batches: int = 1) -> None:
         """Before the first of so many micro-batches of a pass."""
+        self._drop_sums()  # of a step that was not ended
+
+    def factors(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
+        """One micro-batch's gradient of `parameter` as leftᵀ·right, (t, m) and (t, n): the rule keeps what it needs.
+
+        Never with `clip`: the global norm is one of whole gradients.
+        """
+        raise NotImplementedError
+
+    def _keep(self, name: str, left: Tensor, right: Tensor) -> None:
+        rule: Any = self.rule
+        at(name)
+        with torch.no_grad(), scope("gradients", owner=name):
+            self._sums[name] = rule.add_factors(self.parameters[name], left, right)
+
+    def _move(self, name: str) -> None:
+        """Update a parameter with the sum of its gradients."""
+        rule: Any = self.rule
+        self.midway = True
+        with scope("optimizer", "optimizer", name):
+            rule.step_added(self.parameters[name])
+
+    def _drop_sums(self) -> None:
+        if self._sums:
+            adding: Any = self.rule
+            adding.drop_added()
+            self._sums.clear()
 
     def end(self, pass_index: int) -> Delivered | None:
         """After the last micro-batch of a pass; the last pass returns what was delivered."""
@@ -119,6 +152,7 @@ class Delivery:
             parameter.grad = None
             if name in self.sinks:
                 self.sinks[name] = None
+        self._drop_sums()
         self.midway = False
 
     def close(self) -> None:
@@ -175,6 +209,9 @@ class AfterBackward(Delivery):
             on_gradient(p, _classify_gradient) for name, p in self.parameters.items() if name not in self.sinks
         ]
 
+    def factors(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
+        self._keep(self._names[id(parameter)], left, right)
+
     def end(self, pass_index: int) -> Delivered:
         grads: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
@@ -182,7 +219,7 @@ class AfterBackward(Delivery):
             if grad is not None:
                 grads[name] = grad
         with torch.no_grad(), scope("workspace", "clip"):
-            norm = self._total({name: _norm(grad) for name, grad in grads.items()})
+            norm = self._total({name: _norm(grad) for name, grad in (grads | self._sums).items()})
             scale = self._factor(norm)
             for names in self._batches(list(grads)):
                 self._apply_all(names, [grads.pop(name) for name in names], scale)
@@ -190,6 +227,8 @@ class AfterBackward(Delivery):
                     self.parameters[name].grad = None
                     if name in self.sinks:
                         self.sinks[name] = None
+            while self._sums:
+                self._move(self._sums.popitem()[0])
         self.step_index += 1
         self.midway = False
         return Delivered(norm, scale)
@@ -246,7 +285,6 @@ class InBackward(Delivery):
     ) -> None:
         super().__init__(parameters, rule, clip, sinks)
         self._added: dict[str, int] = {}
-        self._sums: dict[str, Tensor] = {}
         self.passes = 1 if clip is None else 2
         self._norms: dict[str, Tensor] = {}
         self._known: Delivered | None = None
@@ -260,7 +298,8 @@ class InBackward(Delivery):
         def arrived(parameter: Tensor) -> None:
             grad = parameter.grad
             parameter.grad = None
-            assert grad is not None
+            if grad is None:  # autograd calls this too where the gradient went as `factors`
+                return
             classify([grad], "gradients")
             at(name)
             (self._arrive if self.micro_batches == 1 else self._add)(name, grad)
@@ -273,20 +312,26 @@ class InBackward(Delivery):
         rule: Any = self.rule
         with torch.no_grad(), scope("gradients", owner=name):
             self._sums[name] = rule.add_gradient(self.parameters[name], grad)
+        self._count(name)
+
+    def factors(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
+        name = self._names[id(parameter)]
+        self._refuse_moved(name)
+        self._keep(name, left, right)
+        self._count(name)
+
+    def _count(self, name: str) -> None:
         self._added[name] = self._added.get(name, 0) + 1
         if self._added[name] == self.micro_batches:
             self._step_added(name)
 
     def _step_added(self, name: str) -> None:
         """Update a parameter with the sum of its gradients."""
-        rule: Any = self.rule
         self._seen.add(name)
         with torch.no_grad():
             with scope("workspace", "optimizer"):  # once a step, as the update is
                 self._norms[name] = _norm(self._sums.pop(name))
-            self.midway = True
-            with scope("optimizer", "optimizer", name):
-                rule.step_added(self.parameters[name])
+            self._move(name)
 
     def _refuse_moved(self, name: str) -> None:
         if name in self._seen:
@@ -313,7 +358,7 @@ class InBackward(Delivery):
         return frozenset(self._seen)
 
     def begin(self, pass_index: int, micro_batches: int = 1) -> None:
-        self._drop_sums()  # of a step that was not ended
+        super().begin(pass_index, micro_batches)
         adds = self.passes == 1 and getattr(self.rule, "adds_up", False)
         self._pass, self.micro_batches = pass_index, micro_batches if adds else 1
         self._seen.clear()
@@ -345,13 +390,6 @@ class InBackward(Delivery):
         super().discard()
         for kept in (self._norms, self._seen, self._added):
             kept.clear()
-        self._drop_sums()
-
-    def _drop_sums(self) -> None:
-        if self._sums:
-            adding: Any = self.rule
-            adding.drop_added()
-            self._sums.clear()
 
     def close(self) -> None:
         for hook in self._hooks:

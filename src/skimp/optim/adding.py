@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skimp.core.errors import SkimpError
 from skimp.core.sharded import Part
 from skimp.optim import elsewhere
 from skimp.optim.chosen import Chosen
@@ -24,6 +25,9 @@ class Adding(Chosen):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._added: dict[Tensor, Tensor] = {}
+        #: names of the weights whose gradients are to arrive as factors (`skimp.optim.compact`), and of those that did.
+        self.compact: frozenset[str] = frozenset()
+        self.factored: set[str] = set()
         super().__init__(params, defaults)
 
     # ---- what the rule gives
@@ -80,19 +84,20 @@ class Adding(Chosen):
         return held
 
     @torch.no_grad()
-    def add_factors(self, p: Tensor, dy: Tensor, x: Tensor) -> None:
+    def add_factors(self, p: Tensor, dy: Tensor, x: Tensor) -> Tensor:
         """`add_gradient` of G = dyᵀ·x, (t, m) and (t, n), which is formed for a basis that is due and else never."""
         name, state = self.name_of(p), self.init_state(p)
+        self.factored.add(name)
         place = self._place_of(p, name, state["step"] + 1)
         if p not in self._added and self._due(state, place):
-            self.add_gradient(p, torch.mm(dy.t(), x))
-            return
+            return self.add_gradient(p, torch.mm(dy.t(), x))
         work = torch.promote_types(p.dtype, torch.float32)
         left, right = (x, dy) if p.shape[0] >= p.shape[1] else (dy, x)
         with elsewhere.at_hand(self, p):
             kept = self.stages.projector.project_factors(left.to(work), right.to(work), state, place)
         held = self._added.get(p)
         self._added[p] = kept if held is None else held.add_(kept)
+        return self._added[p]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -118,3 +123,18 @@ class Adding(Chosen):
     def drop_added(self) -> None:
         """Forget what was added."""
         self._added.clear()
+
+
+def check_adds_up(rule: Any) -> None:
+    """Refuse a rule that needs more of a gradient than its projection.
+
+    Raises:
+        SkimpError: names the rules that do not.
+    """
+    if not getattr(rule, "adds_up", False):
+        raise SkimpError(
+            f"compact gradients for {rule.rule}",
+            "it uses the whole gradient beside its projection",
+            "what is never formed cannot be added, scaled or fed back",
+            "galore, galore2, q-galore, natural-galore or grass",
+        )

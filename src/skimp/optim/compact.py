@@ -11,74 +11,132 @@ A step that is due a new basis forms the gradient of its first micro-batch, one 
         optimizer.step()
 
 `weight.grad` stays None, so what reads gradients between backward and step does not see them: clipping by the global
-norm would see the others alone. Layers of which a fused form runs are not called, and are not projected.
+norm would see the others alone. A recipe says `compact: true` under `optimizer`, and is held to that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.autograd.function import once_differentiable
 
 from skimp.core.errors import SkimpError
+from skimp.core.remake import how_made
+from skimp.optim.adding import check_adds_up
 from skimp.optim.projected import Projected
 
-
-class _Linear(torch.autograd.Function):
-    """y = x·Wᵀ + b with the usual gradients of x and b; that of W goes to the rule as the factors of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, module: nn.Linear, rule: Projected) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.module, ctx.rule = module, rule
-        return linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
-        (dy,) = grads
-        x, weight = ctx.saved_tensors
-        dx = dy @ weight if ctx.needs_input_grad[0] else None
-        db = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        if ctx.needs_input_grad[1]:
-            ctx.rule.add_factors(ctx.module.weight, dy.flatten(0, -2), x.flatten(0, -2))
-        return dx, None, db, None, None
+#: (weight, left, right): G = leftᵀ·right in the weight's own layout, never formed.
+Receive = Callable[[Tensor, Tensor, Tensor], Any]
 
 
-@contextmanager
-def project_backward(model: nn.Module, rule: Projected) -> Iterator[list[str]]:
-    """Inside, every `nn.Linear` whose weight `rule` projects gives it projected gradients; yields their names.
+class Compact:
+    """Every linear layer of `model` whose weight `rule` projects hands over the factors of its gradient; reversible.
+
+    An input that a fused layer can make again is not kept (`core.remake`), as other linear layers do it.
+
+    Attributes:
+        layers: names of those layers.
+        receive: takes the factors; the rule's own `add_factors` unless a delivery of gradients is put between.
 
     Raises:
         SkimpError: the rule needs whole gradients, or projects no linear layer of the model.
     """
-    if not getattr(rule, "adds_up", False):
-        raise SkimpError(
-            f"compact gradients for {rule.rule}",
-            "it uses the whole gradient beside its projection",
-            "what is never formed cannot be added, scaled or fed back",
-            "galore, galore2, q-galore, natural-galore or grass",
-        )
-    known = {id(p): p for p in rule.parameters()}
-    chosen = {
-        name: module
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and id(module.weight) in known and rule.rank_of(module.weight) is not None
-    }
-    if not chosen:
-        raise SkimpError(f"compact gradients for {rule.rule}", "no nn.Linear whose weight it projects")
 
-    def patched(module: nn.Linear) -> Any:
-        apply: Any = _Linear.apply
-        return lambda x: apply(x, module.weight, module.bias, module, rule)
+    def __init__(self, model: nn.Module, rule: Projected, receive: Receive | None = None) -> None:
+        check_adds_up(rule)
+        self.receive: Receive = receive or rule.add_factors
+        known = {id(p) for p in rule.parameters()}
+        self._modules = {
+            name: module
+            for name, module in model.named_modules()
+            if _is_linear(module) and id(module.weight) in known and rule.rank_of(module.weight) is not None
+        }
+        if not self._modules:
+            raise SkimpError(f"compact gradients for {rule.rule}", "no nn.Linear whose weight it projects")
+        self.layers = list(self._modules)
+        rule.compact = frozenset(rule.name_of(module.weight) for module in self._modules.values())
+        self._before = {name: vars(module).get("forward") for name, module in self._modules.items()}
+        for module in self._modules.values():
+            module.forward = self._forward(module)
 
-    for module in chosen.values():
-        module.forward = patched(module)  # type: ignore[method-assign]
+    def _forward(self, module: Any) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            cast = torch.is_autocast_enabled(x.device.type)
+            if cast:
+                x = x.to(torch.get_autocast_dtype(x.device.type))
+            made = None if cast else how_made(x)
+            if made is not None:
+                made.again.readers += 1
+            kept = (x,) if made is None else made.inputs
+            again = None if made is None else made.again
+            y: Tensor = _Linear.apply(x, module.weight, module.bias, self, module, again, *kept)  # type: ignore[no-untyped-call]
+            return y
+
+        return forward
+
+    def remove(self) -> None:
+        """Every layer gets the forward it had."""
+        for name, module in self._modules.items():
+            held = self._before[name]
+            if held is None:
+                vars(module).pop("forward", None)
+            else:
+                module.forward = held
+        self._modules = {}
+
+
+class _Linear(torch.autograd.Function):
+    """y = x·Wᵀ + b with the usual gradients of x and b; that of W goes on as the factors of it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, compact: Compact, module: Any, again: Any,
+        *kept: Tensor,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(weight, *kept)
+        ctx.compact, ctx.module, ctx.again = compact, module, again
+        ctx.columns = type(module) is not nn.Linear
+        return nn.functional.linear(x, weight.t() if ctx.columns else weight, bias)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *kept = ctx.saved_tensors
+        dy = upstream.reshape(-1, upstream.shape[-1])
+        dx = db = None
+        if ctx.needs_input_grad[0]:
+            w = weight.to(dy.dtype)
+            dx = dy @ (w.t() if ctx.columns else w)
+            dx = dx.view(*upstream.shape[:-1], dx.shape[1])
+            del w
+        if ctx.needs_input_grad[2]:
+            db = dy.sum(0)
+        if ctx.needs_input_grad[1]:
+            x = kept[0] if ctx.again is None else ctx.again(*kept)
+            x = x.reshape(-1, x.shape[-1])
+            # Last: a step in backward moves the weight here. Its own parameter, as a recomputed block gives a view of it.
+            ctx.compact.receive(ctx.module.weight, *((x, dy) if ctx.columns else (dy, x)))
+        return (dx, None, db, None, None, None, *(None for _ in kept))
+
+
+def _is_linear(module: Any) -> bool:
+    """`nn.Linear`, and GPT-2's layers, which store outputs as columns."""
+    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+
+
+@contextmanager
+def project_backward(model: nn.Module, rule: Projected) -> Iterator[list[str]]:
+    """Inside, every linear layer whose weight `rule` projects gives it projected gradients; yields their names.
+
+    Raises:
+        SkimpError: the rule needs whole gradients, or projects no linear layer of the model.
+    """
+    compact = Compact(model, rule)
     try:
-        yield list(chosen)
+        yield compact.layers
     finally:
-        for module in chosen.values():
-            del module.forward
+        compact.remove()

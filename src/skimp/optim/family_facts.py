@@ -28,6 +28,10 @@ RANDOM = Option("random", SVD.about, choices=SVD.choices)
 GROWTH = Option(1.01, "The most by which the norm of the added part may grow from step to step.", least=1)
 RELEASED = Option(False, "Eps and weight decay where the released code has them.")
 
+COMPACT = Option(
+    False, "Gradients of projected matrices arrive projected, and are never formed but for a new basis; no clipping."
+)
+
 COMMON = {"betas": BETAS, "eps": EPS, "rank": RANK, "refresh": REFRESH, "stagger": STAGGER}
 CODED = {"states": STATES}
 INT8 = {"states": Option("int8", STATES.about, choices=STATES.choices)}
@@ -57,7 +61,8 @@ FAMILY: list[Facts] = [
         "GaLore",
         f"{_AB}a·r + 2·b·r of state instead of 2·a·b",
         _GALORE,
-        {**COMMON, "scale": SCALE, "svd": SVD, "policy": POLICY, **CODED, "inner": INNER, "as_released": RELEASED},
+        {**COMMON, "scale": SCALE, "svd": SVD, "policy": POLICY, **CODED, "inner": INNER, "as_released": RELEASED}
+        | {"compact": COMPACT},
     ),
     _rule(
         "galore8bit",
@@ -65,7 +70,7 @@ FAMILY: list[Facts] = [
         "GaLore8bit",
         f"{_AB}a·r of float32 and 2·b·r of one byte instead of 2·a·b of float32",
         _GALORE,
-        {**COMMON, "scale": SCALE, "svd": SVD, **INT8, "as_released": RELEASED},
+        {**COMMON, "scale": SCALE, "svd": SVD, **INT8, "as_released": RELEASED, "compact": COMPACT},
     ),
     _rule(
         "galore2",
@@ -80,6 +85,7 @@ FAMILY: list[Facts] = [
             "warm": Option(True, "Begin at the last basis; false draws a new sketch each time."),
             "policy": POLICY,
             **CODED,
+            "compact": COMPACT,
         },
     ),
     _rule(
@@ -96,6 +102,7 @@ FAMILY: list[Facts] = [
             "bits": Option(4, "Bits of the basis, 4 or 8.", least=4, most=8),
             "svd": RANDOM,
             **INT8,
+            "compact": COMPACT,
         },
     ),
     _rule(
@@ -130,6 +137,7 @@ FAMILY: list[Facts] = [
             "sides": Option("both", "Project both sides (r × r) or the shorter one (r × b).", choices=("both", "one")),
             "svd": RANDOM,
             **CODED,
+            "compact": COMPACT,
         },
     ),
     _rule(
@@ -149,6 +157,7 @@ FAMILY: list[Facts] = [
             "replace": Option(False, "Draw with replacement, scaled to be without bias."),
             "decay_rest": Option(True, "Weight decay on rows that are not selected, too."),
             **CODED,
+            "compact": COMPACT,
         },
     ),
     _rule(

@@ -23,7 +23,7 @@ from skimp.core.codecs.bf16 import stochastic_round
 from skimp.core.errors import EffectError, NonFiniteError, SkimpError
 from skimp.core.read import read
 from skimp.core.sharded import Part
-from skimp.optim.adding import Adding
+from skimp.optim.adding import Adding, check_adds_up
 from skimp.optim.options import check_options, lr_of
 from skimp.optim.plain import plain_step
 from skimp.optim.policy import carry_over, check_policy, lengthen
@@ -40,6 +40,8 @@ class Projected(Adding):
         rank, refresh, scale: directions kept (0: a quarter of each matrix's shorter side), steps between bases, and
             the factor of lifted moves.
         stagger: spread the refreshes over the period.
+        compact: gradients of projected weights are to arrive as factors; a run puts its layers in `compact.Compact`,
+            a loop of one's own goes inside `project_backward`.
 
     Raises:
         SkimpError: an option out of range; a dtype; no matrix to project; a rank that saves nothing for any.
@@ -60,11 +62,15 @@ class Projected(Adding):
         stagger: bool = True,
         seed: int = 0,
         peak_lr: float = 0.0,
+        compact: bool = False,
     ) -> None:
         check_options(self.rule, lr, betas, eps, weight_decay, eps_min=1e-30)
         if rank < 0 or refresh < 1:
             raise SkimpError(f"{self.rule}: rank at least 0, refresh at least 1", f"rank {rank}, refresh {refresh}")
         check_policy(self.rule, stages)
+        if compact:
+            check_adds_up(self)
+        self.asks_compact = compact
         self.stages = stages
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "rank": rank}
         defaults |= {"refresh": refresh, "scale": scale, "stagger": stagger, "seed": seed, "peak_lr": peak_lr}
@@ -181,3 +187,12 @@ class Projected(Adding):
             raise EffectError(
                 f"'{self.rule}' projects matrices", f"none of {len(stepped)} has a basis", "every gradient was zero"
             )
+        if self.asks_compact:
+            names = {self.name_of(p) for p in stepped}
+            whole = sorted((names & self.compact or names) - self.factored)
+            if whole:
+                raise EffectError(
+                    f"'{self.rule}' with compact gradients",
+                    f"{len(whole)} of {len(names)} came whole, first {whole[0]}",
+                    "their layers do not run as `project_backward` makes them; no memory was saved",
+                )

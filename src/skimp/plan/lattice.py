@@ -17,7 +17,7 @@ from typing import Any, Literal
 from skimp.core.exact import ExactChoices
 from skimp.losses import default_rows
 from skimp.run.build import uses_fused
-from skimp.run.build_checks import adds_up
+from skimp.run.build_checks import adds_up, asks_compact
 
 #: "outside": only bytes and seconds outside the blocks change; "recomputed": those of recomputed blocks as well; "all".
 Touches = Literal["outside", "recomputed", "all"]
@@ -89,10 +89,15 @@ class Lattice:
         self.space, self.axes = space, tuple(axes)
 
     def sizes(self) -> list[int]:
-        """Micro-batch sizes, smallest first: the pinned one, or the divisors of the step's rows."""
+        """Micro-batch sizes, smallest first: the pinned one, or the divisors of the step's rows.
+
+        With compact gradients all rows at once unless pinned: bases are else of the first micro-batch.
+        """
         pins, rows = self.space.recipe.exact, self.space.recipe.rows_per_step
         if pins.micro_batch:
             return [min(pins.micro_batch, rows)]
+        if asks_compact(self.space.recipe):
+            return [rows]
         return [n for n in range(1, rows + 1) if rows % n == 0]
 
     def roots(self, in_backward: bool) -> Iterator[ExactChoices]:

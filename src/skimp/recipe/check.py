@@ -27,6 +27,7 @@ def contradictions(recipe: Recipe) -> list[Problem]:
         *_pinned(recipe),
         *_offload(recipe),
         *_method(recipe),
+        *_compact(recipe),
         *_adapter(recipe),
         *_layers(recipe),
     ]
@@ -221,6 +222,27 @@ def _method(recipe: Recipe) -> Iterator[Problem]:
         facts(name, "update rule")
     except SkimpError as error:
         yield Problem("optimizer.name", "an update rule", f"'{name}'", "", tuple(error.instead))
+
+
+def _compact(recipe: Recipe) -> Iterator[Problem]:
+    if not recipe.optimizer.options().get("compact"):
+        return
+    if recipe.train.clip is not None:
+        yield Problem(
+            "train.clip",
+            "null, when optimizer.compact is true",
+            f"{recipe.train.clip:g}",
+            "the norm to clip by is that of whole gradients, which compact ones never form",
+            ("train.clip=null", "optimizer.compact=false: gradients are formed, 4 bytes a parameter in fp32"),
+        )
+    if recipe.adapter is not None:
+        yield Problem(
+            "optimizer.compact",
+            "false, with an adapter",
+            f"true, and adapter {recipe.adapter.name}",
+            "the gradients of an addition are its own two thin matrices, which no projection makes smaller",
+            ("optimizer.compact=false", "adapter=null: the whole weights train, in the subspace of their gradients"),
+        )
 
 
 def _adapter(recipe: Recipe) -> Iterator[Problem]:

@@ -29,10 +29,11 @@ from skimp.core.registry import check_together, load
 from skimp.core.structure import TESTED_FAMILIES, Structure, read_structure, trainable
 from skimp.kernels.apply import Fused
 from skimp.kernels.native import library
+from skimp.optim.compact import Compact
 from skimp.optim.groups import decay_groups, role_groups
 from skimp.optim.role import roles
 from skimp.run.adapt import adapt
-from skimp.run.build_checks import check_blocks, check_exact, check_path, check_positions
+from skimp.run.build_checks import asks_compact, check_blocks, check_exact, check_path, check_positions
 from skimp.run.head import Head
 from skimp.run.layers import check_layers, layer_sampler
 from skimp.run.offloaded import offload, states_away
@@ -63,6 +64,7 @@ class Run:
         offload: the blocks whose kept tensors wait elsewhere, None without.
         simulated: its tensors have shapes and no values.
         layers: trains a few blocks at a time, None when all train.
+        compact: the layers that hand over projected gradients, None without.
     """
 
     recipe: Any
@@ -79,6 +81,7 @@ class Run:
     offload: Offload | None = None
     simulated: bool = False
     layers: LayerSampler | None = None
+    compact: Compact | None = None
 
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step over a whole step's rows, cut into micro-batches."""
@@ -128,6 +131,8 @@ class Run:
         rule = self.layers or self.optimizer
         self.delivery = _delivery(self.recipe, exact, old.parameters.items(), rule, old.sinks)
         self.delivery.step_index = old.step_index
+        if self.compact is not None:
+            self.compact.receive = self.delivery.factors
         self.head.chunk = exact.loss_chunk
         self.head.sink = _sink(self.delivery)
         self.stepper = _stepper(self.head, self.delivery, self.layers)
@@ -160,6 +165,8 @@ class Run:
             self.layers.release()
         if self.recompute is not None:
             self.recompute.remove()
+        if self.compact is not None:
+            self.compact.remove()
         if self.fused is not None:
             self.fused.remove()
 
@@ -247,7 +254,8 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
         layers.begin(0)
     stepper = _stepper(head, delivery, layers)
     built = (recipe, exact, model, structure, head, optimizer, delivery, stepper, recompute, fused, adapter)
-    return Run(*built, offload=away, simulated=simulated, layers=layers)
+    compact = Compact(model, optimizer, delivery.factors) if asks_compact(recipe) else None
+    return Run(*built, offload=away, simulated=simulated, layers=layers, compact=compact)
 
 
 def _stepper(head: Head, delivery: Delivery, layers: LayerSampler | None) -> FirstOrder:

@@ -48,6 +48,11 @@ def adds_up(recipe: Any) -> bool:
     return recipe.adapter is None and bool(getattr(rule, "adds_up", False))
 
 
+def asks_compact(recipe: Any) -> bool:
+    """Whether gradients of projected weights are to arrive projected (`optim.compact`)."""
+    return bool(recipe.optimizer.options().get("compact"))
+
+
 def check_exact(exact: ExactChoices, recipe: Any) -> None:
     """In backward needs the whole step as one micro-batch: a gradient still to be added to is not final.
 
@@ -55,6 +60,13 @@ def check_exact(exact: ExactChoices, recipe: Any) -> None:
     """
     check_places(exact)
     rows = recipe.rows_per_step
+    if asks_compact(recipe) and exact.micro_rows < rows and not recipe.exact.micro_batch:
+        raise ConflictError(
+            f"micro-batches of {exact.micro_rows} of {rows} rows",
+            f"optimizer.compact=true with {recipe.optimizer.name}",
+            "a new basis is of the first micro-batch then, and not of the step's whole gradient",
+            [f"exact.micro_batch={exact.micro_rows}, knowingly", f"exact.micro_batch={rows}"],
+        )
     if exact.in_backward and exact.micro_rows < rows and adds_up(recipe):
         if recipe.train.clip is not None:
             raise ConflictError(

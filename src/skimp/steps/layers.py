@@ -207,6 +207,11 @@ class LayerSampler:
         added: Tensor = self.optimizer.add_gradient(parameter, grad)
         return added
 
+    def add_factors(self, parameter: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """The optimizer's own: one micro-batch's gradient as leftᵀ·right."""
+        added: Tensor = self.optimizer.add_factors(parameter, left, right)
+        return added
+
     def step_added(self, parameter: Tensor) -> None:
         """The optimizer's own, at the learning rate of a block that warms up."""
         with self._at_its_rate(parameter):
