@@ -150,5 +150,5 @@ def test_a_rule_that_asks_for_compact_gradients_and_gets_whole_ones_fails_its_ef
     before = {n: p.detach().clone() for n, p in net.named_parameters()}
     net(batch(1, 9, 13)).square().mean().backward()
     rule.step()
-    with pytest.raises(EffectError, match="2 of 2 came whole, first down.weight"):
+    with pytest.raises(EffectError, match=r"2 of 2 came whole, first down\.weight"):
         rule.assert_effect(before, dict(net.named_parameters()))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,37 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from skimp.core.errors import ConflictError, NonFiniteError
 from skimp.core.memory.tracker import at, classify, scope
 from skimp.core.read import read
-from skimp.core.repeat import rounds
-
-#: Numbers per slice of a half-precision norm: 16 MiB of float32 at a time.
-NORM_SLICE = 2**22
-
-
-class OneByOne(Protocol):
-    """What an update rule must offer: update one parameter with its final gradient.
-
-    One that gains by stacking may offer `together` and `step_parameters` too, as `skimp.optim.UpdateRule` does.
-    """
-
-    def step_parameter(self, parameter: Tensor, grad: Tensor | None = None) -> None: ...
-
-
-class AddsUp(OneByOne, Protocol):
-    """What a rule with `adds_up` offers: micro-batches of a step added up in less than their gradients' bytes."""
-
-    adds_up: bool
-
-    def add_gradient(self, parameter: Tensor, grad: Tensor) -> Tensor:
-        """Keep what the step needs of one micro-batch's gradient; returns the sum so far, in the rule's own form."""
-
-    def add_factors(self, parameter: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """The same of leftᵀ·right, (t, m) and (t, n), which need not be formed."""
-
-    def step_added(self, parameter: Tensor) -> None:
-        """Update with what was added."""
-
-    def drop_added(self) -> None:
-        """Forget what was added: the step broke off."""
+from skimp.core.rules import OneByOne, finite, l2_norm
 
 
 @dataclass(frozen=True)
@@ -174,9 +144,9 @@ class Delivery:
         """
         ordered = [norms[name] for name in self.parameters if name in norms]
         total = read(torch.linalg.vector_norm(torch.stack(ordered)), expect=1e30) if ordered else 0.0
-        if not _finite(total):
+        if not finite(total):
             bad = next(
-                (n for n in self.parameters if n in norms and not _finite(read(norms[n], expect=0.0))), "their sum"
+                (n for n in self.parameters if n in norms and not finite(read(norms[n], expect=0.0))), "their sum"
             )
             raise NonFiniteError(
                 f"finite gradients in optimizer step {self.step_index + 1}",
@@ -219,7 +189,7 @@ class AfterBackward(Delivery):
             if grad is not None:
                 grads[name] = grad
         with torch.no_grad(), scope("workspace", "clip"):
-            norm = self._total({name: _norm(grad) for name, grad in (grads | self._sums).items()})
+            norm = self._total({name: l2_norm(grad) for name, grad in (grads | self._sums).items()})
             scale = self._factor(norm)
             for names in self._batches(list(grads)):
                 self._apply_all(names, [grads.pop(name) for name in names], scale)
@@ -330,7 +300,7 @@ class InBackward(Delivery):
         self._seen.add(name)
         with torch.no_grad():
             with scope("workspace", "optimizer"):  # once a step, as the update is
-                self._norms[name] = _norm(self._sums.pop(name))
+                self._norms[name] = l2_norm(self._sums.pop(name))
             self._move(name)
 
     def _refuse_moved(self, name: str) -> None:
@@ -348,7 +318,7 @@ class InBackward(Delivery):
         with torch.no_grad():
             if self._pass == 0:
                 with scope("workspace"):
-                    self._norms[name] = _norm(grad)
+                    self._norms[name] = l2_norm(grad)
             if self._pass == self.passes - 1:
                 self._apply(name, grad, self._known.scale if self._known else 1.0)
 
@@ -414,22 +384,3 @@ def on_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Remo
 def _classify_gradient(parameter: Tensor) -> None:
     if parameter.grad is not None:
         classify([parameter.grad], "gradients")
-
-
-def _norm(grad: Tensor) -> Tensor:
-    """L2 norm in float32 at least: squares of bfloat16 sums would lose everything below 1/256 of the total.
-
-    Half dtypes go slice by slice: torch widens the whole input otherwise, 4 bytes a number of workspace.
-    """
-    if grad.dtype not in (torch.bfloat16, torch.float16):
-        return torch.linalg.vector_norm(grad)
-    flat = grad.reshape(-1)
-    squares = torch.zeros((), dtype=torch.float32, device=grad.device)
-    for start in rounds(range(0, flat.numel(), NORM_SLICE)):
-        part = torch.linalg.vector_norm(flat[start : start + NORM_SLICE], dtype=torch.float32)
-        squares.addcmul_(part, part)
-    return squares.sqrt_()
-
-
-def _finite(value: float) -> bool:
-    return value == value and abs(value) != float("inf")

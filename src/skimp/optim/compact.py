@@ -103,7 +103,7 @@ class _Linear(torch.autograd.Function):
         return nn.functional.linear(x, weight.t() if ctx.columns else weight, bias)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
         dy = upstream.reshape(-1, upstream.shape[-1])
@@ -118,7 +118,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             x = kept[0] if ctx.again is None else ctx.again(*kept)
             x = x.reshape(-1, x.shape[-1])
-            # Last: a step in backward moves the weight here. Its own parameter, as a recomputed block gives a view of it.
+            # Last: a step in backward moves the weight here. A recomputed block gives a view of it, not the parameter.
             ctx.compact.receive(ctx.module.weight, *((x, dy) if ctx.columns else (dy, x)))
         return (dx, None, db, None, None, None, *(None for _ in kept))
 
