@@ -5,25 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from skimp.core.registry import Facts, Paper
+from skimp.adapters.family_facts import LOW_RANK
+from skimp.core.registry import Facts
 
-FACTS: list[Facts] = [
-    Facts(
-        name="lora",
-        kind="adapter",
-        summary="train a product of two thin matrices beside each frozen linear layer; gradients and optimizer states "
-        "exist for r (inputs + outputs) numbers a layer instead of inputs x outputs",
-        where="skimp.adapters.lora:LoRA",
-        attacks=("gradients", "optimizer"),
-        exact=False,
-        saves="12 bytes a base parameter in float32 with AdamW; adds 16 r (inputs + outputs) bytes a layer. "
-        "Activations stay: go with recompute",
-        paper=Paper("LoRA: Low-Rank Adaptation of Large Language Models", 2021, "2106.09685"),
-        stages=("fine-tuning",),
-    )
-]
+FACTS: list[Facts] = [*LOW_RANK]
 
 _WHERE = {
+    "Handle": "handle",
     "LoRA": "lora",
     "Spec": "spec",
     "lora_linear": "linear",

@@ -19,38 +19,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from skimp.adapters.dropout import dropout_here
+from skimp.adapters.handle import Handle, Merging, Row
 from skimp.adapters.linear import lora_linear
-from skimp.adapters.merge import Merged, add_product, largest_gap
-from skimp.adapters.spec import Spec
+from skimp.adapters.lora_peft import config_of, tensors_of
+from skimp.adapters.merge import A, B, Merged, Sums, add_product, largest_gap
+from skimp.adapters.spec import ALL_LINEAR, Spec
 from skimp.adapters.targets import is_transposed, match
 from skimp.core import noise
-from skimp.core.errors import ConflictError, EffectError, SkimpError
+from skimp.core.errors import ConflictError, EffectError
 from skimp.core.read import is_simulated, read
 from skimp.core.structure import Structure, read_structure
 
-A, B = "lora_A", "lora_B"
 
-
-@dataclass(frozen=True)
-class Row:
-    """One adapted or fully trained module: `target` is what it matched, `rank` 0 when trained in full."""
-
-    module: str
-    target: str
-    shape: tuple[int, ...]
-    rank: int
-    parameters: int
-    bytes: int
-
-
-class LoRA:
+class LoRA(Handle):
     """The additions of one model; the handle that undoes them.
 
     Args:
@@ -71,6 +58,8 @@ class LoRA:
         >>> lora = LoRA(model, Spec(r=16, targets=("q_proj", "v_proj")))
         >>> optimizer = torch.optim.AdamW(lora.parameters(), lr=2e-4)
     """
+
+    name = "lora"
 
     def __init__(self, model: nn.Module, spec: Spec | None = None, structure: Structure | None = None) -> None:
         self.model = model
@@ -104,9 +93,33 @@ class LoRA:
             return (s.embedding,) if spec.embeddings or spec.head else ()
         return tuple(n for n, wanted in ((s.embedding, spec.embeddings), (s.head, spec.head)) if wanted)
 
-    def module(self, name: str) -> Any:
-        """A module of the model by its full name."""
-        return self.model.get_submodule(name)
+    @classmethod
+    def attach(cls, model: nn.Module, structure: Structure, asked: Mapping[str, Any], seed: int) -> LoRA:
+        """From the keys of a recipe."""
+        return cls(model, Spec.from_recipe(asked, seed), structure)
+
+    @classmethod
+    def rebuild(cls, model: nn.Module, structure: Structure, meta: Mapping[str, Any]) -> LoRA:
+        """From what a checkpoint says."""
+        return cls(model, Spec.from_dict(meta), structure)
+
+    @classmethod
+    def merging(
+        cls, meta: Mapping[str, Any], names: frozenset[str], get: Callable[[str], Tensor], device: str = "cpu"
+    ) -> Merging:
+        """W + s B A of every adapted weight."""
+        return Sums(meta, names, get)
+
+    @classmethod
+    def few(cls, asked: Mapping[str, Any], model: nn.Module, structure: Structure) -> dict[str, Any]:
+        """Targets that any block has, in all of them."""
+        if asked["targets"] == ALL_LINEAR:
+            return {}
+        return few_blocks(Spec.from_recipe(asked, 0), model, structure)
+
+    def meta(self) -> dict[str, Any]:
+        """The spec."""
+        return self.spec.as_dict()
 
     def _attach(self, name: str) -> None:
         module = self.module(name)
@@ -166,11 +179,7 @@ class LoRA:
             yield f"{name}.{A}", module.lora_A
             yield f"{name}.{B}", module.lora_B
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The same without names."""
-        return (p for _, p in self.named_parameters())
-
-    def additions(self) -> Iterator[nn.Parameter]:
+    def additions(self) -> Iterator[Tensor]:
         """A and B of every adapted module."""
         return (p for n, p in self.named_parameters() if n.endswith((f".{A}", f".{B}")))
 
@@ -191,6 +200,12 @@ class LoRA:
             number, size = a.numel() + b.numel(), a.nbytes + b.nbytes
             rows.append(Row(name, target, outputs_inputs, a.shape[0], number, size))
         return rows
+
+    def _parts(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """W as (outputs, inputs), A and B of one module."""
+        module = self.module(name)
+        weight = module.weight.t() if is_transposed(module) else module.weight
+        return weight, module.lora_A, module.lora_B
 
     # ---- into the base and out again
 
@@ -218,7 +233,7 @@ class LoRA:
             module = self.module(name)
             if self._kept is not None:
                 self._kept[name] = module.weight.detach().clone()
-            moved, lost = add_product(module, self.scale[name])
+            moved, lost = add_product(*self._parts(name), self.scale[name])
             change, gap = max(change, moved), max(gap, lost)
         self.merged = True
         return Merged(len(self.modules), change, gap, None if before is None else largest_gap(before, probe))
@@ -237,7 +252,7 @@ class LoRA:
             if self._kept is not None:
                 module.weight.copy_(self._kept.pop(name))
             else:
-                add_product(module, -self.scale[name])
+                add_product(*self._parts(name), -self.scale[name])
         self._kept, self.merged = None, False
 
     @torch.no_grad()
@@ -278,23 +293,13 @@ class LoRA:
             parameter.requires_grad_(self._trained[name])
         self.modules = {}
 
-    @torch.no_grad()
-    def load(self, tensors: Callable[[str], Tensor]) -> None:
-        """Fill everything trained, `tensors(name)` giving each by its name in the model.
+    def peft(self, base_name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """A plain LoRA of PEFT's."""
+        return config_of(self, base_name), tensors_of(self)
 
-        Raises:
-            SkimpError: a shape that differs, by name.
-        """
-        for name, parameter in self.named_parameters():
-            value = tensors(name)
-            if value.shape != parameter.shape:
-                raise SkimpError(
-                    f"an adapter's {name}",
-                    f"shape {tuple(value.shape)}",
-                    f"this base needs {tuple(parameter.shape)}",
-                    "an adapter goes on the base it was trained on",
-                )
-            parameter.copy_(value)
+    def asleep(self) -> frozenset[str]:
+        """A's gradient holds B, which begins at 0."""
+        return frozenset(f"{name}.{part}" for name in self.modules for part in (A, B))
 
     def assert_effect(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
         """Every addition moved in the first step: B, whose gradient is not 0 there, or A.
@@ -305,12 +310,7 @@ class LoRA:
         Raises:
             EffectError: names the additions that did not, or a base weight that trains.
         """
-        if self.merged:
-            raise EffectError("an adapter that trains", "it is merged: forwards leave it out")
-        awake = [n for n, p in self.model.named_parameters() if p.requires_grad]
-        extra = set(awake) - {n for n, _ in self.named_parameters()}
-        if extra:
-            raise EffectError("a frozen base", f"it trains: {', '.join(sorted(extra)[:5])}")
+        self.check_frozen()
         still = [name for name in self.modules if not any(_differ(before, after, f"{name}.{part}") for part in (A, B))]
         if still:
             raise EffectError(
@@ -324,6 +324,27 @@ def sizes(module: Any) -> tuple[int, int]:
     """(outputs, inputs) of a linear layer, however it stores its weight."""
     first, second = module.weight.shape
     return (second, first) if is_transposed(module) else (first, second)
+
+
+def few_blocks(spec: Spec, model: nn.Module, structure: Structure) -> dict[str, Any]:
+    """Keys of a recipe that put what any block gets on every block, at the largest rank; none where all are alike."""
+    wanted, inside = [], {index: set[str]() for index in range(len(structure.blocks))}
+    for name in match(model, structure, spec.targets):
+        index = structure.block_of(name)
+        wanted.append(name if index is None else name[len(structure.blocks[index]) + 1 :])
+        if index is not None:
+            inside[index].add(wanted[-1])
+    if not spec.ranks and all(names == inside[0] for names in inside.values()):
+        return {}
+    return {
+        "targets": tuple(dict.fromkeys(wanted)),
+        "r": max([spec.r, *(rank for rank, _ in spec.ranks.values())]),
+        "alpha": spec.alpha,
+        "scale": spec.scale,
+        "init": spec.init,
+        "embeddings": spec.embeddings,
+        "head": spec.head,
+    }
 
 
 def _is_addition(name: str) -> bool:

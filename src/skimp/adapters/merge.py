@@ -1,19 +1,20 @@
-"""s B A into a weight and what it cost: the largest change, and the largest that the weight's own dtype lost."""
+"""A low-rank change into a weight and what it cost: the largest change, and the largest that the dtype lost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from skimp.adapters.targets import is_transposed
+from skimp.adapters.spec import Spec
 from skimp.core.read import read
 
 #: Rows of a weight that are merged at once, so that no second weight exists: 4 Mi numbers, 16 MiB in float32.
 NUMBERS = 2**22
+A, B = "lora_A", "lora_B"
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,18 @@ class Merged:
         return text if self.logits is None else f"{text}; logits differ by at most {self.logits:.2g}"
 
 
-def add_product(module: Any, scale: float) -> tuple[float, float]:
-    """W += scale B A in place, slice by slice, one dtype wider than W; (largest change, largest rounding)."""
-    weight = module.weight
+def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[float, float]:
+    """W += scale B A in place, slice by slice, one dtype wider than W; (largest change, largest rounding).
+
+    Args:
+        weight: (outputs, inputs), or a view of one stored the other way. a: (r, inputs). b: (outputs, r).
+    """
     wide = torch.float64 if weight.dtype in (torch.float32, torch.float64) else torch.float32
-    target = weight.t() if is_transposed(module) else weight
-    a, change, lost = module.lora_A.to(wide), 0.0, 0.0
-    step = max(1, NUMBERS // target.shape[1])
-    for start in range(0, target.shape[0], step):
-        part = target[start : start + step]
-        delta = torch.mm(module.lora_B[start : start + step].to(wide), a).mul_(scale)
+    low, change, lost = a.to(wide), 0.0, 0.0
+    step = max(1, NUMBERS // weight.shape[1])
+    for start in range(0, weight.shape[0], step):
+        part = weight[start : start + step]
+        delta = torch.mm(b[start : start + step].to(wide), low).mul_(scale)
         change = max(change, read(torch.linalg.vector_norm(delta, ord=float("inf")), expect=0.0))
         exact = delta.add_(part)
         part.copy_(exact)
@@ -60,3 +63,22 @@ def largest_gap(before: Tensor, probe: Callable[[], Tensor] | None) -> float | N
     if probe is None:
         return None
     return read(torch.linalg.vector_norm(probe().float() - before, ord=float("inf")), expect=0.0)
+
+
+class Sums:
+    """Saved low-rank additions as changes of weights (`handle.Merging`).
+
+    Args:
+        meta: the adapter's. names, get: its saved tensors.
+    """
+
+    def __init__(self, meta: Mapping[str, Any], names: frozenset[str], get: Callable[[str], Tensor]) -> None:
+        self.spec, self.get = Spec.from_dict(meta), get
+        self.changed = frozenset(n.removesuffix(A) + "weight" for n in names if n.endswith(f".{A}"))
+
+    def apply(self, name: str, value: Tensor, transposed: bool) -> Tensor:
+        """W + s B A."""
+        module = name.removesuffix(".weight")
+        target = value.t() if transposed else value
+        add_product(target, self.get(f"{module}.{A}"), self.get(f"{module}.{B}"), self.spec.factor(module))
+        return value

@@ -59,11 +59,22 @@ class Spec:
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types; `from_dict` is the inverse."""
         targets = self.targets if isinstance(self.targets, str) else list(self.targets)
-        return {**asdict(self), "targets": targets, "ranks": {name: list(pair) for name, pair in self.ranks.items()}}
+        return {
+            "name": "lora",
+            **asdict(self),
+            "targets": targets,
+            "ranks": {name: list(pair) for name, pair in self.ranks.items()},
+        }
+
+    @classmethod
+    def from_recipe(cls, asked: Mapping[str, Any], seed: int) -> Spec:
+        """From every key of a recipe's `adapter:`."""
+        return cls(seed=seed, **{key: value for key, value in asked.items() if key != "name"})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Spec:
-        """A spec as a checkpoint keeps it."""
+        """A spec as a checkpoint keeps it; the adapter's name beside it is not the spec's."""
+        values = {key: value for key, value in values.items() if key != "name"}
         targets = values["targets"]
         ranks = {name: (int(r), float(alpha)) for name, (r, alpha) in values["ranks"].items()}
         return cls(**{**values, "targets": targets if isinstance(targets, str) else tuple(targets), "ranks": ranks})

@@ -90,6 +90,8 @@ class Facts:
         recipe: the lines of a recipe that switch it on; empty takes the kind's own (`snippet`).
         rules: of a codec that is part of some update rules: their names. No recipe can ask for it beside another.
         options: keys of its own beside `name`, with their defaults; a recipe refuses every other.
+        shared: of an adapter: those of the keys common to adapters that it takes. One of them among `options` gives it
+            another default or range.
     """
 
     name: str
@@ -106,6 +108,7 @@ class Facts:
     recipe: str = ""
     options: Mapping[str, Option] = field(default_factory=dict)
     rules: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
 
     @property
     def snippet(self) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from skimp.adapters.lora import LoRA
+from skimp.adapters.handle import Handle
 from skimp.core.errors import ModelError
+from skimp.core.registry import load
+from skimp.core.structure import read_structure
 from skimp.export.card import adapter_card
 from skimp.export.peft import CONFIG, TENSORS, write_peft
 from skimp.export.target import MARK, aside, check_target, is_our_folder, mark_of
@@ -41,12 +42,12 @@ def export_adapter(found: Found, target: Path, *, force: bool = False) -> dict[s
             instead="--to merged: the whole model",
         )
     check_target(target, force, is_our_folder)
-    lora = attached(found, stored)
-    tensors = sum(1 for _ in lora.named_parameters())
-    size = sum(p.nbytes for p in lora.parameters())
+    adapter = attached(found, stored)
+    tensors = sum(1 for _ in adapter.named_parameters())
+    size = sum(t.nbytes for _, t in adapter.named_state())
     base = str(found.recipe.model.name) if found.recipe is not None else ""
     with aside(target, 2 * size + (8 << 20)) as folder:
-        write_peft(folder, lora, base_name=base, base=stored.expected)
+        write_peft(folder, adapter, base_name=base, base=stored.expected)
         for name in (TENSORS, CONFIG):
             fsync_folder(folder / name)  # a file is synced as a folder is
         write_file(folder / "README.md", adapter_card(found, base, target).encode())
@@ -62,13 +63,16 @@ def export_adapter(found: Found, target: Path, *, force: bool = False) -> dict[s
     }
 
 
-def attached(found: Found, stored: AdaptedTensors) -> LoRA:
+def attached(found: Found, stored: AdaptedTensors) -> Handle:
     """The adapter with its numbers on a model without storage: writing it needs the base's shapes alone."""
     model = skeleton(found.config, stored.dtype)
-    lora = LoRA(model, stored.addition)
-    for name, parameter in list(lora.named_parameters()):
+    handle: Handle = load(stored.meta.get("name", "lora"), "adapter").rebuild(model, read_structure(model), stored.meta)
+    for name, tensor in list(handle.named_state()):
         module, _, part = name.rpartition(".")
-        with torch.no_grad():
-            value = nn.Parameter(stored.get(name), parameter.requires_grad)
-        lora.module(module)._parameters[part] = value
-    return lora
+        value = stored.get(name)
+        home = handle.module(module)
+        if part in home._parameters:
+            home._parameters[part] = nn.Parameter(value, tensor.requires_grad)
+        else:
+            home._buffers[part] = value
+    return handle

@@ -1,10 +1,6 @@
 """Adapters in the format of Hugging Face PEFT, written and read: a folder with `adapter_config.json` and
-`adapter_model.safetensors`.
-
-Tensors are named `base_model.model.<module>.lora_A.weight` (r, inputs) and `.lora_B.weight` (outputs, r); a module
-trained in full is `base_model.model.<module>.weight` and listed in `modules_to_save`. PEFT keeps such a module apart
-from what it was tied to, so a tied embedding is written twice, as embedding and as head: both then hold what was
-trained, and the logits are the same.
+`adapter_model.safetensors`. What a method's tensors are called there is the method's own matter; the low-rank family's
+names are in `adapters.lora_peft`.
 
 Format: the checkpoint format page of the PEFT documentation, huggingface.co/docs/peft.
 """
@@ -21,14 +17,16 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from skimp.adapters.lora import A, B, LoRA
+from skimp.adapters.handle import Handle
+from skimp.adapters.lora import LoRA
+from skimp.adapters.lora_peft import PREFIX
+from skimp.adapters.merge import A, B
 from skimp.adapters.spec import Spec
 from skimp.adapters.targets import is_transposed, linear_layers
 from skimp.core.errors import CheckpointError, ModelError
 from skimp.core.structure import Structure
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
 #: In the safetensors header: the fingerprint of the base the adapter was trained on, and the dtype it was taken in.
 BASE_KEY = "skimp_base"
 #: Initialisations that change the base: such an adapter is no addition to the original weights.
@@ -40,12 +38,12 @@ OTHER_KINDS = (
 )  # fmt: skip
 
 
-def write_peft(folder: Path, lora: LoRA, *, base_name: str, base: str = "") -> dict[str, Any]:
+def write_peft(folder: Path, adapter: Handle, *, base_name: str, base: str = "") -> dict[str, Any]:
     """Write an adapter for `PeftModel.from_pretrained(base, folder)`.
 
     Args:
         folder: made when missing; must not hold an adapter yet.
-        lora: attached, not merged.
+        adapter: attached, not merged.
         base_name: what PEFT shall load as the base: a Hub id or folder.
         base: the base's fingerprint (`run.base`), kept in the file's header; another base is refused on import.
 
@@ -54,71 +52,20 @@ def write_peft(folder: Path, lora: LoRA, *, base_name: str, base: str = "") -> d
 
     Raises:
         CheckpointError: there is an adapter already, or it is merged.
+        ConflictError: PEFT has no such adapter.
     """
     folder = Path(folder)
     if (folder / CONFIG).exists():
         raise CheckpointError(f"an adapter in {folder}", "one is there", "it would be overwritten", "another folder")
-    if lora.merged:
+    if adapter.merged:
         raise CheckpointError(f"an adapter in {folder}", "it is merged into the base", instead="unmerge first")
-    config = config_of(lora, base_name)
-    dtype = str(next(p for _, p in lora.base()).dtype).removeprefix("torch.")
+    config, tensors = adapter.peft(base_name)
+    dtype = str(adapter.module(adapter.structure.embedding).weight.dtype).removeprefix("torch.")
     folder.mkdir(parents=True, exist_ok=True)
     # The configuration last: it is what makes the folder an adapter.
-    save_file(tensors_of(lora), folder / TENSORS, {"format": "pt", **({BASE_KEY: f"{base} {dtype}"} if base else {})})
+    save_file(tensors, folder / TENSORS, {"format": "pt", **({BASE_KEY: f"{base} {dtype}"} if base else {})})
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return config
-
-
-def config_of(lora: LoRA, base_name: str) -> dict[str, Any]:
-    """The content of adapter_config.json."""
-    spec = lora.spec
-    saved = [name.rpartition(".")[2] for name in _saved_modules(lora)]
-    ranks = {name: lora.spec.rank_of(name) for name in lora.modules if lora.spec.rank_of(name) != spec.r}
-    alphas = {name: lora.spec.alpha_of(name) for name in lora.modules if lora.spec.alpha_of(name) != spec.alpha}
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_name,
-        "r": spec.r,
-        "lora_alpha": spec.alpha,
-        "lora_dropout": spec.dropout,
-        "use_rslora": spec.scale == "rslora",
-        "use_dora": False,
-        "target_modules": _target_modules(lora),
-        "modules_to_save": saved or None,
-        "rank_pattern": ranks,
-        "alpha_pattern": alphas,
-        "bias": "none",
-        "fan_in_fan_out": any(is_transposed(lora.module(name)) for name in lora.modules),
-        # True draws A and zeroes B before the saved tensors are read; a name such as pissa would change the base.
-        "init_lora_weights": True,
-        "inference_mode": True,
-    }
-
-
-def tensors_of(lora: LoRA) -> dict[str, Tensor]:
-    """Everything trained under PEFT's names, on the host; the two names of a tied matrix are two tensors."""
-    found: dict[str, Tensor] = {}
-    for name in lora.modules:
-        module = lora.module(name)
-        for part in (A, B):
-            found[f"{PREFIX}{name}.{part}.weight"] = getattr(module, part).detach().cpu().contiguous()
-    for name in _saved_modules(lora):
-        found[f"{PREFIX}{name}.weight"] = lora.module(name).weight.detach().cpu().contiguous().clone()
-    return found
-
-
-def _saved_modules(lora: LoRA) -> tuple[str, ...]:
-    tied = lora.structure.tied and bool(lora.full)
-    return (lora.structure.embedding, lora.structure.head) if tied else lora.full
-
-
-def _target_modules(lora: LoRA) -> list[str]:
-    """Leaf names where they pick out the very same modules, else full names."""
-    leaves = sorted({name.rpartition(".")[2] for name in lora.modules})
-    layers = linear_layers(lora.model, lora.structure)
-    same = {name for name in layers if name.rpartition(".")[2] in leaves} == set(lora.modules)
-    return leaves if same and lora.structure.head.rpartition(".")[2] not in leaves else list(lora.modules)
 
 
 # ---------------------------------------------------------------------- reading

@@ -50,7 +50,9 @@ def lay_out(found: Found, dtype: str | None) -> Layout:
 
     Raises:
         ModelError: an unknown dtype; a missing or misshapen tensor, by name.
+        ConflictError: an adapter that is no change of weights.
     """
+    found.weights_alone(f"one set of weights for {found.asked}")
     if dtype is not None and dtype not in DTYPES:
         raise ModelError(f"--dtype {dtype}", "unknown", instead=did_you_mean(dtype, DTYPES))
     kind = DTYPES[dtype] if dtype is not None else settle_dtype(found, None)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from skimp.adapters.targets import match
 from skimp.core.structure import read_structure
-from skimp.run.adapt import spec_of
+from skimp.run.adapt import few_blocks
 from skimp.run.build import DTYPES
 from skimp.run.skeleton import skeleton
 
@@ -28,27 +27,8 @@ def for_few_blocks(recipe: Any, config: dict[str, Any], active: int = 1) -> Any:
         few = recipe.train.layers.model_copy(update={"active": active})
         return recipe.model_copy(update={"train": recipe.train.model_copy(update={"layers": few})})
     asked = recipe.adapter
-    if asked is None or (asked.source is None and asked.targets == "all-linear"):
+    if asked is None:
         return recipe
     model = skeleton(config, DTYPES[recipe.precision])
-    structure = read_structure(model)
-    spec = spec_of(recipe, model, structure)
-    wanted, inside = [], {index: set[str]() for index in range(len(structure.blocks))}
-    for name in match(model, structure, spec.targets):
-        index = structure.block_of(name)
-        wanted.append(name if index is None else name[len(structure.blocks[index]) + 1 :])
-        if index is not None:
-            inside[index].add(wanted[-1])
-    if asked.source is None and all(names == inside[0] for names in inside.values()):
-        return recipe
-    update = {
-        "source": None,
-        "targets": tuple(dict.fromkeys(wanted)),
-        "r": max([spec.r, *(rank for rank, _ in spec.ranks.values())]),
-        "alpha": spec.alpha,
-        "scale": spec.scale,
-        "init": spec.init,
-        "embeddings": spec.embeddings,
-        "head": spec.head,
-    }
-    return recipe.model_copy(update={"adapter": asked.model_copy(update=update)})
+    update = few_blocks(recipe, model, read_structure(model))
+    return recipe.model_copy(update={"adapter": asked.model_copy(update=update)}) if update else recipe

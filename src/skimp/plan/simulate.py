@@ -131,6 +131,8 @@ def simulate(
     phases["save"] = rest + (4 << 20) * (1 if rule.away is None else 2)
     # It is read with one parameter's states beside those they are read into; those that live elsewhere go there.
     phases["resume"] = phases["save"] + max(beside, default=0)
+    if run.adapter is not None:
+        phases |= {phase: rest + above for phase, above in run.adapter.peaks().items()}
     micro = -(-recipe.rows_per_step // exact.micro_rows)
     compute, flops, fresh = meter.of_step(micro)
     often = micro / min(micro, micro_batches or micro)
@@ -138,7 +140,7 @@ def simulate(
     held = offloaded.held(run)
     run.close()
     trained = run.delivery.parameters
-    weights = trained if run.adapter is not None else dict(run.parameters())
+    kept = run.adapter.named_state() if run.adapter is not None else run.parameters()
     profile = MemoryProfile(
         exact,
         peak,
@@ -149,7 +151,7 @@ def simulate(
         flops,
         sum(p.numel() for _, p in run.parameters()),
         sum(p.numel() for p in trained.values()),
-        sum(p.nbytes for p in weights.values()) + sum(states.values()),
+        sum(p.nbytes for _, p in kept) + sum(states.values()),
         {place: _by_category(found) for place, (found, _) in shares.items()},
         {place: operator for place, (_, operator) in shares.items()},
         drawn,

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, WithJsonSchema, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
 
+from skimp.core.errors import SkimpError, did_you_mean
+from skimp.core.registry import Facts, facts
 from skimp.recipe.fields import Flag, Number, Section, Whole, Words, refuse
 from skimp.recipe.model import or_text
+from skimp.recipe.problem import Problem
 
 ALL_LINEAR = "all-linear"
 #: What is taken where a recipe says nothing and continues no adapter. Every linear layer rather than query and value
@@ -44,7 +47,10 @@ Targets = Annotated[
 
 
 class Adapter(Section):
-    """A low-rank addition to chosen linear layers; the base stays frozen. `adapter: lora` is short for its defaults."""
+    """A small addition to a frozen base. `adapter: lora` is short for its defaults. Each method takes some of the keys
+    below and keys of its own: `skimp methods NAME` lists them."""
+
+    model_config = ConfigDict(**{**Section.model_config, "extra": "allow"})
 
     name: Words = Field(default="lora", description="An adapter of `skimp methods`.")
     r: Whole | None = Field(default=None, ge=1, description="Rank of every addition; 16 unless `from` says it.")
@@ -85,12 +91,19 @@ class Adapter(Section):
     @model_validator(mode="before")
     @classmethod
     def _sugar(cls, value: Any) -> Any:
-        """A name alone; and defaults where nothing is continued."""
+        """A name alone; keys the method does not take refused, its own read; defaults where nothing is continued."""
         value = {"name": value} if isinstance(value, str) else value
-        if not isinstance(value, dict) or value.get("from") is not None:
+        if not isinstance(value, dict):
             return value
-        filled = {**value, **{k: d for k, d in DEFAULTS.items() if value.get(k) is None}}
-        if value.get("alpha") is None:
+        method = facts_of(value.get("name", "lora"))
+        if method is None:
+            return value  # said elsewhere
+        value = _read(value, method, {f.alias or k: f.default for k, f in cls.model_fields.items() if k != "name"})
+        if value.get("from") is not None:
+            return value
+        defaults = {k: d for k, d in DEFAULTS.items() if k in method.shared}
+        filled = {**value, **{k: d for k, d in defaults.items() if value.get(k) is None}}
+        if value.get("alpha") is None and "alpha" in method.shared:
             rank = filled["r"]
             filled["alpha"] = 2 * rank if isinstance(rank, (int, float)) and not isinstance(rank, bool) else 2.0
         return filled
@@ -112,6 +125,51 @@ class Adapter(Section):
             )
         return self
 
+    def asked(self) -> dict[str, Any]:
+        """Every key the method takes, with its value, and its name."""
+        method = facts(self.name, "adapter")
+        keys = dict.fromkeys((*(key for key in method.shared if key != "from"), *method.options))
+        return {"name": self.name, **{key: getattr(self, key) for key in keys}}
+
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return or_text(handler.resolve_ref_schema(handler(schema)))
+
+
+def facts_of(name: Any) -> Facts | None:
+    """What is known of an adapter; None where there is none of that name, which is said elsewhere."""
+    try:
+        return facts(name, "adapter")
+    except (SkimpError, TypeError):
+        return None
+
+
+def _read(value: dict[Any, Any], method: Facts, shared: dict[str, Any]) -> dict[str, Any]:
+    """The written keys, the method's own among them read or filled with their defaults.
+
+    `shared`: the keys of all adapters, each with what it is where nothing is meant; that much may always be written."""
+    takes = dict.fromkeys((*method.shared, *method.options))
+    read: dict[str, Any] = {"name": method.name}
+    found: list[Problem] = []
+    for key, written in value.items():
+        if key == "name" or (written is None and key in shared):
+            continue
+        if key not in takes and key in shared and written == shared[key]:
+            continue
+        if key not in takes:
+            near = did_you_mean(str(key), takes) if takes else "leave it out"
+            why = f"{method.name} takes {', '.join(takes) or 'no keys'}"
+            found.append(Problem(f"adapter.{key}", "no such key", repr(written), why, (near,)))
+        elif key not in method.options:
+            read[key] = written
+        else:
+            try:
+                read[key] = method.options[key].read(written)
+            except ValueError:
+                option = method.options[key]
+                found.append(Problem(f"adapter.{key}", option.takes, repr(written), "", (option.about,)))
+    if found:
+        raise PydanticCustomError("skimp_problems", "keys of the adapter", {"problems": found})
+    continued = read.get("from") is not None
+    own = {k: o.default for k, o in method.options.items() if k not in read and not (continued and k in shared)}
+    return {**read, **own}

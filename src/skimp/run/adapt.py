@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from skimp.adapters.lora import LoRA, Row
+from skimp.adapters.handle import Handle, Merging, Row
+from skimp.adapters.lora import LoRA
+from skimp.adapters.lora import few_blocks as lora_in_few
 from skimp.adapters.spec import Spec
 from skimp.core.read import is_simulated
+from skimp.core.registry import load
 from skimp.core.structure import Structure
 from skimp.core.units import format_bytes
 from skimp.export.peft import check_base, load_peft, read_spec
 
 
-def adapt(model: nn.Module, structure: Structure, recipe: Any) -> LoRA | None:
+def adapt(model: nn.Module, structure: Structure, recipe: Any) -> Handle | None:
     """Attach what the recipe asks for; None when it trains the model itself.
 
     Raises:
         TargetError: targets that match nothing or only in part.
     """
-    if recipe.adapter is None:
+    asked = recipe.adapter
+    if asked is None:
         return None
-    lora = LoRA(model, spec_of(recipe, model, structure), structure)
-    if recipe.adapter.source is not None and not is_simulated(next(model.parameters())):
-        load_peft(Path(recipe.adapter.source).expanduser(), lora)
+    if asked.source is None:
+        attached: Handle = load(asked.name, "adapter").attach(model, structure, asked.asked(), recipe.train.seed)
+        return attached
+    lora = LoRA(model, saved_spec(recipe, model, structure), structure)
+    if not is_simulated(next(model.parameters())):
+        load_peft(Path(asked.source).expanduser(), lora)
     return lora
 
 
@@ -41,14 +49,33 @@ def check_continued(recipe: Any, base: str) -> None:
         check_base(Path(recipe.adapter.source).expanduser(), base, dtype)
 
 
-def spec_of(recipe: Any, model: nn.Module, structure: Structure) -> Spec:
-    """The adapter in plain values, read from its folder where one is continued."""
+def saved_spec(recipe: Any, model: nn.Module, structure: Structure) -> Spec:
+    """What the folder of the continued adapter holds, with the training to come."""
+    asked = recipe.adapter
+    folder, full = Path(asked.source).expanduser(), (asked.embeddings, asked.head)
+    return read_spec(folder, model, structure, dropout=asked.dropout, seed=recipe.train.seed, full=full)
+
+
+def few_blocks(recipe: Any, model: nn.Module, structure: Structure) -> dict[str, Any]:
+    """Keys of `adapter:` to change so that every block of a model cut to a few gets what any block gets."""
     asked = recipe.adapter
     if asked.source is not None:
-        folder, full = Path(asked.source).expanduser(), (asked.embeddings, asked.head)
-        return read_spec(folder, model, structure, dropout=asked.dropout, seed=recipe.train.seed, full=full)
-    own = {"dropout": asked.dropout, "embeddings": asked.embeddings, "head": asked.head, "seed": recipe.train.seed}
-    return Spec(asked.r, asked.alpha, asked.scale, asked.targets, init=asked.init, **own)
+        return {"source": None, **lora_in_few(saved_spec(recipe, model, structure), model, structure)}
+    changes: dict[str, Any] = load(asked.name, "adapter").few(asked.asked(), model, structure)
+    return changes
+
+
+def merging_of(meta: Mapping[str, Any], names: Iterable[str], get: Callable[[str], Tensor]) -> Merging | None:
+    """A saved adapter as changes of weights; None where its method adds modules instead."""
+    method = load(meta.get("name", "lora"), "adapter")
+    return method.merging(meta, frozenset(names), get) if method.merges else None
+
+
+def put_back(model: nn.Module, structure: Structure, meta: Mapping[str, Any], get: Callable[[str], Tensor]) -> Handle:
+    """A saved adapter on its loaded base, its tensors filled."""
+    handle: Handle = load(meta.get("name", "lora"), "adapter").rebuild(model, structure, meta)
+    handle.load(get)
+    return handle
 
 
 def table_lines(rows: list[Row], blocks: tuple[str, ...]) -> list[str]:

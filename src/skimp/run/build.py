@@ -7,7 +7,7 @@ this function knows whether a step is being simulated or executed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
@@ -17,11 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from skimp.activations.offload import Offload
 from skimp.activations.recompute import Recompute
-from skimp.adapters.lora import LoRA
+from skimp.adapters.handle import Handle
 from skimp.core import attention
 from skimp.core.away import Away
 from skimp.core.batch import Batch
 from skimp.core.errors import ConflictError, ModelError
+from skimp.core.events import Events
 from skimp.core.exact import ExactChoices
 from skimp.core.gradients import AfterBackward, Delivery, InBackward
 from skimp.core.memory.tracker import Tracker, at, current
@@ -65,6 +66,7 @@ class Run:
         simulated: its tensors have shapes and no values.
         layers: trains a few blocks at a time, None when all train.
         compact: the layers that hand over projected gradients, None without.
+        events: what happens every so many steps.
     """
 
     recipe: Any
@@ -77,20 +79,33 @@ class Run:
     stepper: FirstOrder
     recompute: Recompute | None
     fused: Fused | None = None
-    adapter: LoRA | None = None
+    adapter: Handle | None = None
     offload: Offload | None = None
     simulated: bool = False
     layers: LayerSampler | None = None
     compact: Compact | None = None
+    events: Events = field(default_factory=Events)
 
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step over a whole step's rows, cut into micro-batches."""
-        return self.stepper.step(batch.split(self.exact.micro_rows))
+        index = self.delivery.step_index
+        self.events.run(index)
+        factor = self.events.lr_factor(index)
+        if factor == 1.0:
+            return self.stepper.step(batch.split(self.exact.micro_rows))
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        try:
+            for group in self.optimizer.param_groups:
+                group["lr"] *= factor
+            return self.stepper.step(batch.split(self.exact.micro_rows))
+        finally:
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
 
     def set_lr(self, lr: float) -> None:
-        """Set every group's learning rate for the coming step."""
+        """Set every group's learning rate for the coming step; a group may have a factor of its own."""
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
 
     def evaluate(self, batches: Iterable[Batch]) -> tuple[float, float, int]:
         """Mean loss, token accuracy and the number of tokens; one micro-batch of logit chunks at a time."""
@@ -255,7 +270,8 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
     stepper = _stepper(head, delivery, layers)
     built = (recipe, exact, model, structure, head, optimizer, delivery, stepper, recompute, fused, adapter)
     compact = Compact(model, optimizer, delivery.factors) if asks_compact(recipe) else None
-    return Run(*built, offload=away, simulated=simulated, layers=layers, compact=compact)
+    events = Events(*([] if adapter is None else adapter.events(optimizer)))
+    return Run(*built, offload=away, simulated=simulated, layers=layers, compact=compact, events=events)
 
 
 def _stepper(head: Head, delivery: Delivery, layers: LayerSampler | None) -> FirstOrder:

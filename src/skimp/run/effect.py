@@ -10,13 +10,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from skimp.adapters.lora import A, B
 from skimp.core.errors import EffectError
 from skimp.core.gradients import on_gradient
 from skimp.core.read import read
 from skimp.run.build import Run
 
-PAIR = (A, B)
 #: Numbers of each parameter that are remembered: small enough to cost nothing, enough to see it move.
 SAMPLE = 64
 #: A bfloat16 step is drawn at random; with so many moves expected, none at all has a chance of e^-30.
@@ -91,9 +89,9 @@ class Effect:
         """Most parameters must have moved: the rule's own check is content with one."""
         what = f"optimizer '{run.recipe.optimizer.name}' moves the parameters"
         # One Adam step moves a weight by about lr; float32 cannot show less than 6e-8 of a weight near 1.
-        # The gradient of A holds B, which begins at 0: the adapter itself looks at these pairs.
-        pairs = set() if run.adapter is None else {f"{m}.{part}" for m in run.adapter.modules for part in PAIR}
-        named = {n: p for n, p in run.delivery.parameters.items() if n not in pairs}
+        # The gradient of LoRA's A holds B, which begins at 0: the adapter itself looks at these.
+        asleep = frozenset() if run.adapter is None else run.adapter.asleep()
+        named = {n: p for n, p in run.delivery.parameters.items() if n not in asleep}
         visible = [n for n, p in named.items() if p.dtype == torch.float32 and lr > 2e-7 and p.requires_grad]
         still = [n for n in visible if not _differ(self._before[n], after[n])]
         if visible and len(still) > len(visible) // 2:

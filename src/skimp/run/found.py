@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from skimp.adapters.spec import Spec
 from skimp.core.errors import CheckpointError, ModelError, SkimpError
-from skimp.core.structure import read_structure
+from skimp.core.structure import Structure, read_structure
+from skimp.run.adapt import put_back
 from skimp.run.adapted import AdaptedTensors
 from skimp.run.build import DTYPES
 from skimp.run.checkpoint_folder import STATE, best_checkpoint, complete_steps, latest, step_name
@@ -51,6 +52,20 @@ class Found:
     folder: Path | None = None
     revision: str | None = None
     meta: dict[str, Any] | None = None
+
+    def finish(self, model: nn.Module, structure: Structure) -> None:
+        """Once the model holds the tensors: attach an adapter that is no change of weights."""
+        if isinstance(self.stored, AdaptedTensors) and self.stored.merging is None:
+            put_back(model, structure, self.stored.meta, self.stored.get).freeze()
+
+    def weights_alone(self, what: str) -> None:
+        """Refuse `what` where weights alone are not the model.
+
+        Raises:
+            ConflictError: an adapter with modules of its own.
+        """
+        if isinstance(self.stored, AdaptedTensors) and self.stored.merging is None:
+            raise self.stored.method.no_weights(what)
 
     def close(self) -> None:
         """Close the files."""
@@ -162,14 +177,12 @@ def _on_base(source: Any, recipe: Any, saved: Checkpoint) -> Stored:
     assert here.weights is not None
     dtype = DTYPES[recipe.precision]
     base = open_stored(here.weights, skeleton(source.config, dtype).config)
-    names = set(saved.names("adapter"))
-    addition = Spec.from_dict(saved.meta["adapter"])
     return AdaptedTensors(
         base,
         source.config,
         dtype,
-        addition,
-        names,
+        saved.meta["adapter"],
+        saved.names("adapter"),
         lambda name: saved.read("adapter", name),
         saved.meta.get("base", ""),
         saved.close,
@@ -178,7 +191,8 @@ def _on_base(source: Any, recipe: Any, saved: Checkpoint) -> Stored:
 
 def _from_peft(asked: str, path: Path) -> Found:
     """An adapter's folder in PEFT's format, on the base it names."""
-    from skimp.export.peft import BASE_KEY, PREFIX, TENSORS, read_config, read_spec, saved_shapes
+    from skimp.adapters.lora_peft import PREFIX
+    from skimp.export.peft import BASE_KEY, TENSORS, read_config, read_spec, saved_shapes
     from skimp.recipe import fetch_model, resolve_model
 
     named = read_config(path).get("base_model_name_or_path")
@@ -202,8 +216,8 @@ def _from_peft(asked: str, path: Path) -> Found:
         open_stored(source.weights, model.config),
         source.config,
         dtype,
-        addition,
-        set(saved_shapes(path)),
+        addition.as_dict(),
+        saved_shapes(path),
         lambda name: reader.read(f"{PREFIX}{name}" if name.endswith(".weight") else f"{PREFIX}{name}.weight"),
         noted[0] if len(noted) == 2 else "",
         reader.close,

@@ -70,6 +70,7 @@ def open_model(
     model.requires_grad_(False)
     fill_from(model, found.stored, found.asked, progress)
     found.stored.check()
+    found.finish(model, structure)
     if structure.family not in TESTED_FAMILIES:
         check_path(model, structure)
     return dress(found, model, structure, dtype, precision)

@@ -73,6 +73,9 @@ class Saver:
         }
         if run.layers is not None:
             meta["layers"] = run.layers.state_dict()
+        if run.adapter is not None:
+            meta["adapter_values"] = run.adapter.values()
+            meta["events"] = run.events.state_dict()
         groups: dict[str, list[tuple[str, Tensor | Later]]] = {**weight_groups(run), "optimizer": tensors}
         keep = self.keep + spare
         path = checkpoint.save(self.root, loop.state.step, groups, meta, keep=keep, best=best)
@@ -92,7 +95,7 @@ def state_entry(optimizer: Any, name: str, value: Tensor) -> Tensor | Later:
 def weight_groups(run: Run) -> dict[str, list[tuple[str, Tensor | Later]]]:
     """What a checkpoint holds of the weights: with an adapter what it trains; the base comes from its own source."""
     if run.adapter is not None:
-        return {"adapter": list(run.adapter.named_parameters())}
+        return {"adapter": list(run.adapter.named_state())}
     return {"model": list(run.model.named_parameters(remove_duplicate=False))}
 
 
@@ -234,7 +237,10 @@ def restore_adapter(saved: Checkpoint, run: Run, base: str) -> None:
             f"it was trained on one with {expected}: the weights in {run.recipe.model.name} have changed since",
             "put the weights of that time there again, or start a new run on the new ones",
         )
-    saved.read_all("adapter", run.adapter.named_parameters())
+    saved.read_all("adapter", run.adapter.named_state())
+    run.adapter.load_values(saved.meta.get("adapter_values", {}))
+    if "events" in saved.meta:
+        run.events.load_state_dict(saved.meta["events"])
 
 
 def restore_optimizer(saved: Checkpoint, run: Run) -> None:

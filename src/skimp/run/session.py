@@ -219,7 +219,7 @@ def train(
             saved.close()
         facts = {"recipe": recipe.as_dict(), "plan": plan.as_dict(), "revision": revision}
         if base is not None and run.adapter is not None:
-            facts |= {"base": base.value, "adapter": run.adapter.spec.as_dict()}
+            facts |= {"base": base.value, "adapter": run.adapter.meta()}
         saver = Saver(folder.checkpoints, recipe.checkpoint.keep, facts, lambda path: voice.say(f"saved {path}"))
         beside = _Beside(run, recipe, text, voice, state, folder)
         evaluate = beside.evaluate if recipe.eval is not None else None
