@@ -22,12 +22,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from skimp.adapters.dropout import Dropout
+from skimp.core.coded import Base, product, product_back
 from skimp.core.remake import Remake, how_made
 
 
 def lora_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Base,
     bias: Tensor | None,
     a: Tensor,
     b: Tensor,
@@ -41,7 +42,8 @@ def lora_linear(
     Args:
         x: (…, inputs), float.
         weight: (outputs, inputs), frozen; (inputs, outputs) when `transposed` (GPT-2 stores it so). Another dtype than
-            x's is cast for the product and again in backward: no copy of it is kept.
+            x's is cast for the product and again in backward: no copy of it is kept. Or a `Coded` matrix (outputs,
+            inputs), decoded slice by slice for the product and again in backward.
         bias: (outputs,) or None, frozen.
         a: (r, inputs). b: (outputs, r). Trained; float32 beside a half-precision x, and cast for the products (their
             gradients come back in float32).
@@ -60,7 +62,7 @@ class _LoRALinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
+        weight: Base,
         bias: Tensor | None,
         a: Tensor,
         b: Tensor,
@@ -71,23 +73,23 @@ class _LoRALinear(torch.autograd.Function):
     ) -> Tensor:
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        ctx.save_for_backward(weight, a, b, *((x,) if made is None else made.inputs))
+        dense = weight if isinstance(weight, Tensor) else None
+        ctx.save_for_backward(dense, a, b, *((x,) if made is None else made.inputs))
+        ctx.coded = weight if dense is None else None
         if made is not None:
             made.again.readers += 1
         ctx.again = None if made is None else made.again
         ctx.scale, ctx.transposed, ctx.dropout, ctx.dtype = scale, transposed, dropout, dtype
         with torch.autocast(kind, enabled=False):
             flat = x.reshape(-1, x.shape[-1]).to(dtype)
-            w = weight.to(dtype)
-            w = w if transposed else w.t()
-            y = torch.mm(flat, w) if bias is None else torch.addmm(bias.to(dtype), flat, w)
+            y = product(weight, flat, bias, transposed=transposed)
             y.addmm_(_thin(flat, a.to(dtype), dropout), b.to(dtype).t(), alpha=scale)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        weight, a, b, *kept = ctx.saved_tensors
+        dense, a, b, *kept = ctx.saved_tensors
         x = kept[0] if ctx.again is None else ctx.again(*kept)
         scale, dropout, dtype = ctx.scale, ctx.dropout, ctx.dtype
         g = upstream.reshape(-1, upstream.shape[-1])
@@ -101,9 +103,7 @@ class _LoRALinear(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             da = _grad_a(e, flat, dropout).mul_(scale).to(a.dtype)
         if ctx.needs_input_grad[0]:
-            w = weight.to(dtype)
-            dx = torch.mm(g, w.t() if ctx.transposed else w)
-            del w
+            dx = product_back(dense if ctx.coded is None else ctx.coded, g, transposed=ctx.transposed)
             _add_thin(dx, e, low_a, scale, dropout)
             dx = dx.view(x.shape).to(x.dtype)
         return dx, None, None, da, db, None, None, None, None

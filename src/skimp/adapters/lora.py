@@ -32,8 +32,9 @@ from skimp.adapters.merge import A, B, Merged, Sums, add_product, largest_gap
 from skimp.adapters.spec import ALL_LINEAR, Spec
 from skimp.adapters.targets import is_transposed, match
 from skimp.core import noise
+from skimp.core.coded import without_values
 from skimp.core.errors import ConflictError, EffectError
-from skimp.core.read import is_simulated, read
+from skimp.core.read import read
 from skimp.core.structure import Structure, read_structure
 
 
@@ -128,7 +129,7 @@ class LoRA(Handle):
         dtype = torch.promote_types(like.dtype, torch.float32)
         a = torch.empty(rank, inputs, dtype=dtype, device=like.device)
         b = torch.zeros(outputs, rank, dtype=dtype, device=like.device)
-        if not is_simulated(like):
+        if not without_values(like):
             self._draw(a, f"{name}.{A}")
         module.register_parameter(A, nn.Parameter(a))
         module.register_parameter(B, nn.Parameter(b))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from skimp.adapters.spec import ALL_LINEAR
+from skimp.core.coded_linear import CodedLinear
 from skimp.core.errors import SkimpError, did_you_mean
 from skimp.core.structure import Structure
 
@@ -30,7 +31,7 @@ def linear_layers(model: nn.Module, structure: Structure) -> dict[str, nn.Module
     return {
         name: module
         for name, module in model.named_modules()
-        if (isinstance(module, nn.Linear) or is_transposed(module)) and name != structure.head
+        if (isinstance(module, (nn.Linear, CodedLinear)) or is_transposed(module)) and name != structure.head
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from skimp.core.option import Option
 from skimp.core.registry import Facts, Paper
 
 FACTS: list[Facts] = [
@@ -48,6 +49,42 @@ FACTS: list[Facts] = [
         paper=Paper("Memory Efficient Optimizers with 4-bit States", 2023, "2309.01507"),
         rules=("adamw4bit",),
     ),
+    Facts(
+        name="nf4",
+        kind="codec",
+        summary="Store frozen weights as 4-bit codes at the quantiles of a normal distribution, in blocks of 64.",
+        where="skimp.core.codecs.nf4:NF4",
+        attacks=("weights",),
+        exact=False,
+        saves="4.127 bits per weight instead of 32 (4.5 without double quantisation)",
+        paper=Paper("QLoRA: Efficient Finetuning of Quantized LLMs", 2023, "2305.14314"),
+        stages=("fine-tuning",),
+        needs=("an adapter: packed weights do not train",),
+        recipe="model: {name: …, weights: nf4}",
+        options={
+            "block": Option(64, "Weights that share one maximum: 32, 64, 128, 256, …, 4096.", least=32, most=4096),
+            "double_quant": Option(True, "Code the maxima too: 0.127 bits a weight instead of 0.5."),
+        },
+    ),
+    *(
+        Facts(
+            name=f"int{bits}",
+            kind="codec",
+            summary=f"Store frozen weights as {bits}-bit integers with a scale for every {group} of a row.",
+            where=f"skimp.core.codecs.integers:Int{bits}",
+            attacks=("weights",),
+            exact=False,
+            saves=f"{bits + 32 / group:g} bits per weight instead of 32 ({bits + 64 / group:g} with zero points)",
+            stages=("fine-tuning",),
+            needs=("an adapter: packed weights do not train",),
+            recipe=f"model: {{name: …, weights: int{bits}}}",
+            options={
+                "group": Option(group, "Neighbours in a row that share one scale.", least=2, most=65536),
+                "symmetric": Option(True, "Codes around 0; false adds a zero point to every group."),
+            },
+        )
+        for bits, group in ((8, 128), (4, 64))
+    ),
 ]
 
 _HOMES = {
@@ -58,9 +95,24 @@ _HOMES = {
     "stochastic_round": "bf16",
     "Dynamic8": "dynamic8",
     "Block4": "block4",
+    "NF4": "nf4",
+    "Int4": "integers",
+    "Int8": "integers",
 }
 
-__all__ = ["BF16", "FACTS", "Block4", "Codec", "Dynamic8", "Float32", "from_meta", "stochastic_round"]
+__all__ = [
+    "BF16",
+    "FACTS",
+    "NF4",
+    "Block4",
+    "Codec",
+    "Dynamic8",
+    "Float32",
+    "Int4",
+    "Int8",
+    "from_meta",
+    "stochastic_round",
+]
 
 if TYPE_CHECKING:
     from skimp.core.codecs.base import Codec, from_meta
@@ -68,6 +120,8 @@ if TYPE_CHECKING:
     from skimp.core.codecs.block4 import Block4
     from skimp.core.codecs.dynamic8 import Dynamic8
     from skimp.core.codecs.float32 import Float32
+    from skimp.core.codecs.integers import Int4, Int8
+    from skimp.core.codecs.nf4 import NF4
 
 
 def __getattr__(name: str) -> Any:
