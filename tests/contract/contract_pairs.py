@@ -80,6 +80,7 @@ SWITCHES: dict[str, Switch] = {
     "lisa": Switch(_resting("lisa"), overrides=("train.layers={name: lisa, active: 2}",)),
     "owlore": Switch(_resting("owlore"), overrides=("train.layers={name: owlore, active: 2}",)),
     "badam": Switch(_resting("badam"), overrides=("train.layers=badam",)),
+    "momentum-reset": Switch(_listed("momentum-reset"), overrides=("train.restart=1",)),
     "fused-rotary": Switch(
         lambda run: run.fused.rotary.modules > 0 < run.fused.rotary.runs, overrides=("exact.kernels=fused",)
     ),

@@ -208,6 +208,16 @@ TECHNIQUES["galore-adds-up"] = Technique({"in_backward": True, "micro_rows": 1},
 TECHNIQUES["grass-adds-up"] = Technique(
     {"in_backward": True, "micro_rows": 3}, (FAMILY["grass"], "train.clip=null", "precision=bf16")
 )
+#: Moments that begin anew before the second step.
+RESET, REFACTOR = ("train.restart=1",), ("adapter=lora", "train.restart={every: 1, refactor: true}")
+TECHNIQUES["momentum-reset"] = Technique(overrides=RESET)
+TECHNIQUES["momentum-reset-in-backward"] = Technique({"in_backward": True}, RESET, base="momentum-reset")
+TECHNIQUES["momentum-reset-8-bit-disk"] = Technique(
+    {"states": "disk"}, (*DISK, *RESET, "optimizer=adamw8bit"), mapped=True
+)
+TECHNIQUES["momentum-reset-galore"] = Technique(overrides=(*RESET, FAMILY["galore"]))
+TECHNIQUES["refactor"] = Technique(overrides=REFACTOR)
+TECHNIQUES["refactor-recompute"] = Technique({"recompute": tuple(range(BLOCKS))}, REFACTOR, base="refactor")
 #: Gradients that arrive projected.
 NO_CLIP = ("train.clip=null",)
 GRASS_COMPACT = (FAMILY["grass"], "optimizer.compact=true", *NO_CLIP)
@@ -325,7 +335,8 @@ def watched(run: Run, batch: Batch, steps: int = 2) -> Measured:
     with tracker:
         rest = at_rest(tracker, run, batch)
         for _ in range(steps):
-            run.stepper.step(parts)
+            with run.due():
+                run.stepper.step(parts)
     return Measured(rest, tracker.peak.total - rest, tracker.live - rest, tracker.operators or [], tracker)
 
 

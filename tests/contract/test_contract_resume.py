@@ -28,6 +28,8 @@ FAST = [
     ("lora-bf16", "gpt2"),
     ("lora-full", "llama-tied"),
     ("galore8bit-compact-adds-up", "llama-tied"),
+    ("momentum-reset", "llama-tied"),
+    ("refactor", "llama-tied"),
 ]
 BASE = "the base of these tests"
 SLOW = [(t, s) for t in TECHNIQUES for s in STYLES if (t, s) not in FAST]

@@ -339,7 +339,27 @@ def test_policies_of_the_moments(policy: Any) -> None:
     torch.testing.assert_close(held, expected[policy], rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", ["galore", "grass", "fira"])
+def test_the_rate_rises_again_after_a_change_of_basis(name: str) -> None:
+    """rewarm 2 of a period of 4: bases at steps 1, 5, 9, so steps 5 and 6, 9 and 10 at 1/3 and 2/3; to the bit."""
+    cls, options = PRESETS[name]
+    ends = []
+    for rewarm in (2, 0):
+        model = {n: p for n, p in weights(torch.float64).items() if n in SHAPES}
+        rule = cls(list(model.items()), lr=1e-2, weight_decay=0.1, stagger=False, rewarm=rewarm, **options)
+        for step in range(10):
+            factor = {4: 1 / 3, 5: 2 / 3, 8: 1 / 3, 9: 2 / 3}.get(step, 1.0)
+            rule.param_groups[0]["lr"] = 1e-2 * (1.0 if rewarm else factor)
+            for n, p in model.items():
+                p.grad = gradient(p, n, step)
+            rule.step()
+        ends.append([p.detach().clone() for p in model.values()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
 def test_refusals() -> None:
+    with pytest.raises(SkimpError, match=r"rewarm 4[\s\S]*never be full again[\s\S]*rewarm 3"):
+        made("galore", rewarm=4)
     square = ("w", nn.Parameter(torch.zeros(30, 30)))
     with pytest.raises(
         SkimpError, match=r"rank 20[\s\S]*7,200 bytes of state for \(30, 30\), 7,200 unprojected[\s\S]*rank 19 at most"

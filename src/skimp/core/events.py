@@ -118,6 +118,9 @@ class Events:
         self._records = {name: _Record() for name in self._events}
         self._step = -1
 
+    def __bool__(self) -> bool:
+        return bool(self._events)
+
     def due(self, step: int) -> list[str]:
         """Names of the events that `run(step)` would fire, in order. Changes nothing."""
         return [name for name in self._events if self._is_due(name, step)]

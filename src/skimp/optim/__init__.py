@@ -64,6 +64,29 @@ FACTS: list[Facts] = [
     *RULES,
     *FAMILY,
     Facts(
+        name="momentum-reset",
+        kind="step",
+        summary="all moments begin anew every so many steps, the rate climbs back; pairs of factors may be balanced",
+        where="skimp.optim.refactor:reset_moments",
+        attacks=(),
+        exact=False,
+        saves="no bytes: what was learned of old gradients is forgotten before it misleads",
+        paper=Paper("Scalable Parameter and Memory Efficient Pretraining for LLM", 2025, "2505.22922"),
+        recipe="train: {restart: {every: 200, warmup: 10}}",
+        conflicts={
+            "spam": Conflict(
+                "it begins its own moments anew by a count of its own steps, which a second schedule would set back "
+                "each time, so that the first would never come to an end",
+                "optimizer: {name: spam, every: 200, warmup: 10}, or momentum-reset with another rule",
+            ),
+            "stable-spam": Conflict(
+                "it begins its own moments anew by a count of its own steps, which a second schedule would set back "
+                "each time, so that the first would never come to an end",
+                "optimizer: {name: stable-spam, every: 200}, or momentum-reset with another rule",
+            ),
+        },
+    ),
+    Facts(
         name="state-offload",
         kind="placement",
         summary="optimizer states live in a mapped file (a card: in host memory), here for their own update only",

@@ -32,7 +32,16 @@ COMPACT = Option(
     False, "Gradients of projected matrices arrive projected, and are never formed but for a new basis; no clipping."
 )
 
-COMMON = {"betas": BETAS, "eps": EPS, "rank": RANK, "refresh": REFRESH, "stagger": STAGGER}
+REWARM = Option(0, "Steps over which a matrix's rate rises again after a change of its basis, below refresh.", least=0)
+
+COMMON = {
+    "betas": BETAS,
+    "eps": EPS,
+    "rank": RANK,
+    "refresh": REFRESH,
+    "stagger": STAGGER,
+    "rewarm": REWARM,
+}
 CODED = {"states": STATES}
 INT8 = {"states": Option("int8", STATES.about, choices=STATES.choices)}
 

@@ -40,6 +40,8 @@ class Projected(Adding):
         rank, refresh, scale: directions kept (0: a quarter of each matrix's shorter side), steps between bases, and
             the factor of lifted moves.
         stagger: spread the refreshes over the period.
+        rewarm: steps over which a matrix's rate rises again after a change of its basis: moments that are kept were
+            measured in the old one. None after a basis of step 1, where the schedule's own warm-up is.
         compact: gradients of projected weights are to arrive as factors; a run puts its layers in `compact.Compact`,
             a loop of one's own goes inside `project_backward`.
 
@@ -60,6 +62,7 @@ class Projected(Adding):
         refresh: int,
         scale: float = 1.0,
         stagger: bool = True,
+        rewarm: int = 0,
         seed: int = 0,
         peak_lr: float = 0.0,
         compact: bool = False,
@@ -67,6 +70,13 @@ class Projected(Adding):
         check_options(self.rule, lr, betas, eps, weight_decay, eps_min=1e-30)
         if rank < 0 or refresh < 1:
             raise SkimpError(f"{self.rule}: rank at least 0, refresh at least 1", f"rank {rank}, refresh {refresh}")
+        if not 0 <= rewarm < refresh:
+            raise SkimpError(
+                f"{self.rule}: rewarm {rewarm}",
+                f"a new basis every {refresh} steps",
+                "the rate would never be full again",
+                f"rewarm {max(0, min(refresh - 1, 10))}",
+            )
         check_policy(self.rule, stages)
         if compact:
             check_adds_up(self)
@@ -74,6 +84,7 @@ class Projected(Adding):
         self.stages = stages
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "rank": rank}
         defaults |= {"refresh": refresh, "scale": scale, "stagger": stagger, "seed": seed, "peak_lr": peak_lr}
+        defaults |= {"rewarm": rewarm}
         super().__init__(params, defaults)
         self._shift: dict[str, float] = {}
         self._check_some()
@@ -98,7 +109,7 @@ class Projected(Adding):
     ) -> None:
         """Move `p` by its projected gradient `r`; None where there is no basis yet, and p only decays."""
         work, group = torch.promote_types(p.dtype, torch.float32), place.group
-        lr, after = lr_of(group), self.stages.decay_after
+        lr, after = lr_of(group) * self._risen(state, place), self.stages.decay_after
         decay = 1.0 - lr * group["weight_decay"]
         target = p if p.dtype == work else p.to(work)
         w = target.t() if p.shape[0] >= p.shape[1] else target
@@ -138,6 +149,12 @@ class Projected(Adding):
         shift = int(self._shift_of(place.name) * period) if place.group["stagger"] else 0
         # Shifts lie within half a period on either side, so the second basis is never just after the first.
         return (place.step - 1 - shift) % period == 0 and place.step - int(state["refreshed"]) > period // 2
+
+    @staticmethod
+    def _risen(state: dict[str, Any], place: Place) -> float:
+        """What part of its rate a matrix has, so many steps after a change of basis."""
+        steps, age = int(place.group.get("rewarm", 0)), place.step - int(state["refreshed"])
+        return (age + 1) / (steps + 1) if state["refreshed"] > 1 and age < steps else 1.0
 
     def _shift_of(self, name: str) -> float:
         """In [−½, ½): the place of this parameter in the period, evenly in the order of parameters."""

@@ -30,6 +30,7 @@ def contradictions(recipe: Recipe) -> list[Problem]:
         *_compact(recipe),
         *_adapter(recipe),
         *_layers(recipe),
+        *_restart(recipe),
     ]
 
 
@@ -274,4 +275,26 @@ def _layers(recipe: Recipe) -> Iterator[Problem]:
             f"'{asked.name}'",
             "",
             (did_you_mean(asked.name, LAYERS),),
+        )
+
+
+def _restart(recipe: Recipe) -> Iterator[Problem]:
+    asked, steps = recipe.train.restart, recipe.train.steps
+    if asked is None:
+        return
+    if asked.refactor and recipe.adapter is None:
+        yield Problem(
+            "train.restart.refactor",
+            "false, without an adapter",
+            "true, and adapter null",
+            "a weight that trains as it is has no two factors to balance",
+            ("train.restart.refactor=false", "adapter=lora"),
+        )
+    if steps is not None and asked.every >= steps:
+        yield Problem(
+            "train.restart.every",
+            f"below train.steps ({steps})",
+            f"{asked.every}",
+            "the run would end before the first restart",
+            (f"train.restart.every={max(1, steps // 4)}", "train.restart=null"),
         )

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from skimp.recipe.fields import Number, Section, Whole, number, refuse
 from skimp.recipe.layers import Layers
+from skimp.recipe.restart import Restart
 
 
 def _warmup(value: Any) -> Any:
@@ -86,6 +87,9 @@ class Train(Section):
     )
     layers: Layers | None = Field(
         default=None, description="Train a few blocks at a time: lisa, owlore or badam; null trains all of them."
+    )
+    restart: Restart | None = Field(
+        default=None, description="Moments that begin anew every so many steps, with a warm-up after; null: never."
     )
     loss: Loss = Field(default_factory=Loss, description="Terms of the loss.")
     spike: Spike = Field(default_factory=Spike, description="When a jump of the loss stops the run.")

@@ -7,6 +7,7 @@ this function knows whether a step is being simulated or executed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
@@ -38,6 +39,7 @@ from skimp.run.build_checks import asks_compact, check_blocks, check_exact, chec
 from skimp.run.head import Head
 from skimp.run.layers import check_layers, layer_sampler
 from skimp.run.offloaded import offload, states_away
+from skimp.run.restarts import restarts
 from skimp.run.skeleton import materialise, simulate_tensors, skeleton
 from skimp.steps.first_order import FirstOrder, StepResult
 from skimp.steps.layer_sampled import LayerSampled
@@ -67,6 +69,7 @@ class Run:
         layers: trains a few blocks at a time, None when all train.
         compact: the layers that hand over projected gradients, None without.
         events: what happens every so many steps.
+        notes: sentences on what happened, for the metrics of the step; whoever writes them down takes them away.
     """
 
     recipe: Any
@@ -85,19 +88,24 @@ class Run:
     layers: LayerSampler | None = None
     compact: Compact | None = None
     events: Events = field(default_factory=Events)
+    notes: list[str] = field(default_factory=list)
 
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step over a whole step's rows, cut into micro-batches."""
+        with self.due():
+            return self.stepper.step(batch.split(self.exact.micro_rows))
+
+    @contextmanager
+    def due(self) -> Iterator[None]:
+        """Fire the events of the coming step; it is taken inside, at the rate that they leave."""
         index = self.delivery.step_index
         self.events.run(index)
         factor = self.events.lr_factor(index)
-        if factor == 1.0:
-            return self.stepper.step(batch.split(self.exact.micro_rows))
         rates = [group["lr"] for group in self.optimizer.param_groups]
         try:
-            for group in self.optimizer.param_groups:
+            for group in self.optimizer.param_groups if factor != 1.0 else ():
                 group["lr"] *= factor
-            return self.stepper.step(batch.split(self.exact.micro_rows))
+            yield
         finally:
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
@@ -270,8 +278,10 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
     stepper = _stepper(head, delivery, layers)
     built = (recipe, exact, model, structure, head, optimizer, delivery, stepper, recompute, fused, adapter)
     compact = Compact(model, optimizer, delivery.factors) if asks_compact(recipe) else None
-    events = Events(*([] if adapter is None else adapter.events(optimizer)))
-    return Run(*built, offload=away, simulated=simulated, layers=layers, compact=compact, events=events)
+    notes: list[str] = []
+    again = restarts(recipe, model, optimizer, simulated, notes.append)
+    events = Events(*again, *([] if adapter is None else adapter.events(optimizer)))
+    return Run(*built, offload=away, simulated=simulated, layers=layers, compact=compact, events=events, notes=notes)
 
 
 def _stepper(head: Head, delivery: Delivery, layers: LayerSampler | None) -> FirstOrder:
@@ -326,6 +336,7 @@ def techniques(recipe: Any, exact: ExactChoices) -> list[str]:
     """The registered methods a run switches on, for the early refusal of pairs that cannot go together."""
     names = [rule_name(recipe), "first-order", "chunked-cross-entropy"]
     names += [recipe.adapter.name] if recipe.adapter is not None else []
+    names += ["momentum-reset"] if recipe.train.restart is not None else []
     names += ["packing"] if recipe.data.packing else []
     names += [recipe.train.layers.name] if recipe.train.layers is not None else []
     names += ["recompute"] if exact.recompute else []

@@ -162,6 +162,9 @@ class Loop:
             raise self._explained(error) from error
         self._held = None
         seconds = time.perf_counter() - begin
+        lr *= run.events.lr_factor(state.step)
+        self.notes += run.notes
+        run.notes.clear()
         if self._effect is not None:
             self._effect.check(run, lr)
             self._effect = None

@@ -75,6 +75,7 @@ class Saver:
             meta["layers"] = run.layers.state_dict()
         if run.adapter is not None:
             meta["adapter_values"] = run.adapter.values()
+        if run.events:
             meta["events"] = run.events.state_dict()
         groups: dict[str, list[tuple[str, Tensor | Later]]] = {**weight_groups(run), "optimizer": tensors}
         keep = self.keep + spare
@@ -239,8 +240,6 @@ def restore_adapter(saved: Checkpoint, run: Run, base: str) -> None:
         )
     saved.read_all("adapter", run.adapter.named_state())
     run.adapter.load_values(saved.meta.get("adapter_values", {}))
-    if "events" in saved.meta:
-        run.events.load_state_dict(saved.meta["events"])
 
 
 def restore_optimizer(saved: Checkpoint, run: Run) -> None:
@@ -254,6 +253,8 @@ def restore_optimizer(saved: Checkpoint, run: Run) -> None:
     if run.layers is not None:
         restore_layers(run, saved.meta["layers"])
         held = {name for name in run.delivery.parameters if state_key(name, "step") in numbers}
+    if run.events:
+        run.events.load_state_dict(saved.meta["events"])
     run.optimizer.load_named_state(_Lazily(saved, numbers), held)
     run.delivery.step_index = saved.step
     rng.restore(saved.meta["rng"])
