@@ -36,6 +36,7 @@ class Profile:
         eval_tokens: held-out tokens at the end.
         rungs: how many neighbouring rates a method starts with.
         code: the text is Python's own documentation, or also the source of its standard library.
+        methods, seeds: what is run where nothing is said; no methods: every update rule.
     """
 
     name: str
@@ -51,6 +52,8 @@ class Profile:
     eval_tokens: int = 32768
     rungs: int = 3
     code: bool = False
+    methods: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = (0, 1, 2)
 
     @property
     def steps(self) -> int:
@@ -84,13 +87,18 @@ class Profile:
 
     def digest(self, text: str) -> str:
         """What results of this profile on this text have in common; others are never mixed in."""
-        return hashlib.sha256(json.dumps([asdict(self), text]).encode()).hexdigest()[:16]
+        facts = {key: value for key, value in asdict(self).items() if key not in ("methods", "seeds")}
+        return hashlib.sha256(json.dumps([facts, text]).encode()).hexdigest()[:16]
 
+
+#: One of each kind: the yardstick, coded states, a sign, an orthogonal update, and four ways of low-rank gradients.
+EIGHT = ("adamw", "adamw8bit", "lion", "muon", "galore8bit", "grass", "apollo-mini", "fira")
 
 PROFILES: dict[str, Profile] = {
     p.name: p
     for p in (
         Profile("seconds", 320, 32, 88, 2, 2, 32, 256, 2048, eval_tokens=1024, rungs=2),
+        Profile("short", 1024, 96, 256, 3, 4, 64, 1024, 500_000, eval_tokens=16384, methods=EIGHT, seeds=(0,)),
         Profile("tiny", 2048, 128, 344, 4, 4, 128, 2048, 500_000),
         Profile("small", 4096, 256, 688, 6, 4, 256, 8192, 5_000_000, code=True),
         Profile("medium", 8192, 384, 1024, 8, 6, 256, 16384, 20_000_000, code=True),
@@ -109,8 +117,8 @@ def profile_of(name: str) -> Profile:
     return PROFILES[name]
 
 
-def chosen(names: Sequence[str]) -> list[str]:
-    """The methods to run: those named, or every update rule that is registered.
+def chosen(names: Sequence[str], profile: Profile) -> list[str]:
+    """The methods to run: those named, or the profile's own, or every update rule that is registered.
 
     Raises:
         SkimpError: a name that is neither an update rule nor a way to train blocks in turn.
@@ -120,21 +128,24 @@ def chosen(names: Sequence[str]) -> list[str]:
     for name in names:
         if name not in known:
             raise SkimpError(f"bench of method '{name}'", "no update rule", instead=did_you_mean(name, known))
-    return list(dict.fromkeys(names)) or rules
+    return list(dict.fromkeys(names)) or list(profile.methods) or rules
 
 
 def changes(method: str, profile: Profile) -> dict[str, Any]:
     """The sections of a recipe that switch a method on. A rank is at most a quarter of the width, as in the papers'
-    tables; one that a method has smaller, or counts as a share, stays."""
+    tables; one that a method has smaller, or counts as a share, stays. A basis lasts a tenth of the run at most."""
     if method in SAMPLERS:
         layers = {"name": method, "active": max(1, profile.blocks // 2), "every": max(1, profile.steps // 12)}
         return {"train": {"layers": layers}}
     if method in BESIDE:
         return BESIDE[method]
-    asked = methods()[method].options.get("rank")
-    usual = None if asked is None else asked.default
-    rank = {"rank": min(usual, max(1, profile.hidden // 4))} if isinstance(usual, int) else {}
-    return {"optimizer": {"name": method, **rank}}
+    usual = {key: option.default for key, option in methods()[method].options.items()}
+    own: dict[str, Any] = {}
+    if isinstance(usual.get("rank"), int):
+        own["rank"] = min(usual["rank"], max(1, profile.hidden // 4))
+    if isinstance(usual.get("refresh"), int):
+        own["refresh"] = min(usual["refresh"], max(1, profile.steps // 10))
+    return {"optimizer": {"name": method, **own}}
 
 
 def due(

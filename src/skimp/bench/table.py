@@ -93,7 +93,7 @@ def _facts(profile: Profile, seeds: Sequence[int], results: Results, text: str, 
         f"{profile.rungs} neighbours until the best is not at an end of what was tried; (edge) where it still is. "
         f"Perplexity: mean and standard deviation over seeds {', '.join(map(str, seeds))}; the first one also chose "
         "the rate. Cosine to a tenth, warm-up a tenth, clip 1, no weight decay, float32 unless the method says "
-        "otherwise.",
+        "otherwise. Ranks are a quarter of the width, bases last a tenth of the run, at most.",
         "",
         f"State bytes are the optimizer's at any one time; the peak is of all tensors in a step, as tracked. Step: "
         f"median wall time, {jobs} runs at a time with one thread each.",

@@ -19,9 +19,9 @@ def _bench() -> None:
 
 @app.command("pretrain")
 def pretrain(
-    profile: Annotated[str, typer.Option(help="Size: seconds, tiny (1 M parameters), small, medium.")] = "tiny",
-    methods: Annotated[str, typer.Option(help="Names with commas; none: every registered update rule.")] = "",
-    seeds: Annotated[str, typer.Option(help="Seeds with commas; the first one also chooses learning rates.")] = "0,1,2",
+    profile: Annotated[str, typer.Option(help="Size: seconds, short, tiny (1 M parameters), small, medium.")] = "tiny",
+    methods: Annotated[str, typer.Option(help="Names with commas; none: all update rules (short: eight).")] = "",
+    seeds: Annotated[str, typer.Option(help="With commas; the first chooses rates; none: 0,1,2 (short: 0).")] = "",
     output: Annotated[Path, typer.Option(help="Folder of results and table.")] = Path("runs/bench-pretrain"),
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time, one thread each; none: one a core.")] = None,
     minutes: Annotated[float | None, typer.Option(min=0, help="Begin no run after so many minutes.")] = None,
@@ -35,10 +35,12 @@ def pretrain(
     from skimp.bench.profiles import chosen, profile_of
     from skimp.cli.console import console
 
-    names = chosen([name.strip() for name in methods.split(",") if name.strip()])
+    size = profile_of(profile)
+    names = chosen([name.strip() for name in methods.split(",") if name.strip()], size)
     screen = console()
     with _progress(screen) as show:
-        bench = Pretrain(profile_of(profile), names, _seeds(seeds), output, jobs or default_jobs(), show)
+        which = _seeds(seeds) if seeds else list(size.seeds)
+        bench = Pretrain(size, names, which, output, jobs or default_jobs(), show)
         done = True
         if not table:
             signal.signal(signal.SIGTERM, _terminated)
