@@ -116,6 +116,7 @@ TECHNIQUES: dict[str, Technique] = {
     "recompute-some": Technique({"recompute": (0, 2)}, base="plain"),
     "recompute-but-attention": Technique({"recompute": tuple(range(BLOCKS)), "keep": "attention"}, base="plain"),
     "recompute-but-products": Technique({"recompute": (0, 2), "keep": "products"}, base="plain"),
+    "recompute-mixed": Technique({"recompute": (0, 2), "keep": ("attention", "nothing")}, base="plain"),
     "accumulation": Technique({"micro_rows": 1}, base="plain", reordered=True),
     "accumulation-uneven": Technique({"micro_rows": 3, "recompute": (1,)}, base="plain", reordered=True),
     "in-backward": Technique({"in_backward": True}, base="plain"),
@@ -137,6 +138,9 @@ TECHNIQUES: dict[str, Technique] = {
     "packing-recompute": Technique({"recompute": tuple(range(BLOCKS))}, documents=PACKED, base="packing"),
     "offload": Technique({"offload": tuple(range(BLOCKS))}, DISK, base="plain"),
     "offload-some-accumulation": Technique({"offload": (0, 1), "micro_rows": 1}, DISK, base="plain", reordered=True),
+    "offload-recompute-mixed": Technique(
+        {"offload": (1,), "recompute": (0, 2), "keep": ("nothing", "products")}, DISK, base="plain"
+    ),
     "offload-recompute": Technique({"offload": (0, 1), "recompute": (1, 2)}, DISK, base="plain"),
     "offload-in-backward": Technique({"offload": (0, 2), "in_backward": True}, DISK, base="plain"),
     "states-on-disk": Technique({"states": "disk"}, DISK, base="plain", mapped=True),

@@ -97,6 +97,14 @@ def test_mutation_states_that_are_wider_than_promised(monkeypatch: pytest.Monkey
         effect.check(run, 1e-3)
 
 
+def test_mutation_mixed_levels_that_are_one() -> None:
+    def level(run: Any) -> None:
+        run.recompute.keep = dict.fromkeys(run.recompute.keep, "nothing")
+
+    with pytest.raises(EffectError, match="keep other results"):
+        first_step("recompute-mixed", disable=level)
+
+
 def test_mutation_offload_that_keeps_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Saved, "pack", lambda self, tensor: tensor)
     with pytest.raises(EffectError, match="offload of 3 blocks to disk"):

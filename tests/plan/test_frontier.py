@@ -11,8 +11,8 @@ from skimp.core.errors import RecipeError
 from skimp.core.exact import ExactChoices
 from skimp.plan.cost import CostMeter, Rates
 from skimp.plan.frontier import explain, frontier, sentence
+from skimp.plan.mixed import MixedSearch as Search
 from skimp.plan.places import Places
-from skimp.plan.search import Search
 from skimp.plan.simulate import simulate
 from skimp.plan.sweep import largest, parse, sweep
 from skimp.recipe import load_recipe

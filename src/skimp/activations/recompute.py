@@ -8,7 +8,7 @@ Paper: "Training Deep Nets with Sublinear Memory Cost", Chen et al., 2016, arXiv
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import copy_context
 from functools import partial
@@ -36,20 +36,25 @@ class Recompute:
         model: any module.
         blocks: fully qualified names of the blocks to wrap.
         keep_random_state: put torch's generator back for the second run, so that dropout draws the same mask.
-        keep: what is kept besides the inputs, and not made again (`activations.selective`).
+        keep: what is kept besides the inputs, and not made again (`activations.selective`); one word, or one a block.
 
     Example:
         >>> with_less = Recompute(model, [f"model.layers.{i}" for i in range(12)])
     """
 
     def __init__(
-        self, model: nn.Module, blocks: Iterable[str], keep_random_state: bool = False, keep: Keep = "nothing"
+        self,
+        model: nn.Module,
+        blocks: Iterable[str],
+        keep_random_state: bool = False,
+        keep: Keep | Sequence[Keep] = "nothing",
     ) -> None:
         self.blocks = tuple(blocks)
         self._replay = keep_random_state
         self._modules = [model.get_submodule(name) for name in self.blocks]
         self.runs = dict.fromkeys(self.blocks, 0)
-        self.keep = keep
+        words = (keep,) * len(self.blocks) if isinstance(keep, str) else tuple(keep)
+        self.keep: dict[str, Keep] = dict(zip(self.blocks, words, strict=True))
         #: results that second runs took instead of making them again.
         self.taken = dict.fromkeys(self.blocks, 0)
         for name, module in zip(self.blocks, self._modules, strict=True):
@@ -70,7 +75,7 @@ class Recompute:
             # would attend across documents.
             context = copy_context()
             options: Any = {"use_reentrant": False, "preserve_rng_state": self._replay}
-            if self.keep != "nothing":
+            if self.keep[name] != "nothing":
                 options["context_fn"] = partial(self._contexts, name)
             return checkpoint(context.run, run, *args, **options, **kwargs)
 
@@ -78,7 +83,7 @@ class Recompute:
 
     def _contexts(self, name: str) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Around the first and the second run of one forward."""
-        kept = Kept(self.keep, lambda: self._took(name))
+        kept = Kept(self.keep[name], lambda: self._took(name))
         return kept.first(), kept.again()
 
     def _took(self, name: str) -> None:
@@ -108,14 +113,10 @@ class Recompute:
                 "their activations were kept all the same",
                 "check that the blocks' inputs or weights need gradients",
             )
-        idle = (
-            [n for n, taken in self.taken.items() if taken < forwards and n in reached]
-            if self.keep != "nothing"
-            else []
-        )
+        idle = [n for n, taken in self.taken.items() if taken < forwards and n in reached and self.keep[n] != "nothing"]
         if idle:
             raise EffectError(
-                f"recompute that keeps {self.keep}",
+                f"recompute that keeps {', '.join(sorted({self.keep[n] for n in idle}))}",
                 f"everything was made again in {', '.join(idle)}",
                 "no operator of that kind ran in the block",
                 "exact.keep=nothing",

@@ -75,12 +75,14 @@ class CostMeter:
         sums: [seconds, operations, bytes of results allocated anew] of what a step does once (the update), then of each
             micro-batch of each pass.
         traffic: bytes in and out of all calls.
+        by_owner: seconds in forward and backward by the owner at work.
     """
 
     rates: Rates
     on: bool = True
     sums: list[list[Any]] = field(default_factory=lambda: [[0.0, 0, 0]])
     traffic: int = 0
+    by_owner: dict[str, float] = field(default_factory=dict)
     _phase: str = ""
 
     def __call__(self, func: Any, args: Any, out: Any) -> None:
@@ -98,7 +100,10 @@ class CostMeter:
             self._phase, into = phase, self.sums[-1]
         else:
             into = self.sums[0]
-        into[0] += often * self.rates.seconds(name, phase, flops, traffic)
+        spent = often * self.rates.seconds(name, phase, flops, traffic)
+        into[0] += spent
+        if into is not self.sums[0] and tracker is not None:
+            self.by_owner[tracker.owner] = self.by_owner.get(tracker.owner, 0.0) + spent
         into[1] += often * flops
         into[2] += 0 if func._schema.is_mutable else often * made
 

@@ -23,6 +23,8 @@ Value = TypeVar("Value")
 #: and its last. In this order a change that concerns recomputed blocks needs the first two, one outside the blocks the
 #: first.
 CORNERS = ((1, 1), (1, 2), (2, 1))
+#: The phase of the moments at which a module's forward begins.
+BEGUN = "beginning of forward"
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Plane:
 
 @dataclass(frozen=True)
 class Corners:
-    """Bytes at every moment, and seconds, of the three small simulations of one lattice row."""
+    """Bytes at every moment, those when a block's forward begins among them, and seconds, of the three small
+    simulations of one lattice row."""
 
     moments: tuple[Mapping[Moment, int], ...]
     seconds: tuple[float, ...]
@@ -47,7 +50,10 @@ class Corners:
     @classmethod
     def of(cls, profiles: Sequence[MemoryProfile]) -> Corners:
         """From profiles at `CORNERS`, or at the first of them."""
-        found = [moments(p.places, *at, size=int) for p, at in zip(profiles, CORNERS, strict=False)]
+        found = []
+        for profile, at in zip(profiles, CORNERS, strict=False):
+            begun = {(BEGUN, owner): size for (phase, owner), size in profile.starts.items() if phase == "forward"}
+            found.append(moments({**profile.places, **begun}, *at, size=int))
         return cls(tuple(found), tuple(p.seconds for p in profiles))
 
     def completed(self, root: Corners) -> Corners:
@@ -138,7 +144,7 @@ def moments(
     """
     found: dict[Moment, Value] = {}
     for (phase, owner), value in places.items():
-        index = _block(owner)
+        index = block_of(owner)
         if index is None:
             names = [owner]
         elif index < recomputed:
@@ -156,7 +162,7 @@ def _ranks(kind: str, index: int, count: int) -> list[str]:
     return [f"{kind} {rank}" for rank, at in (("first", 0), ("last", count - 1)) if index == at]
 
 
-def _block(owner: str) -> int | None:
+def block_of(owner: str) -> int | None:
     """The block index in an owner's name, or None for what is outside the blocks."""
     if owner.startswith("block "):
         return int(owner[6:])

@@ -12,6 +12,7 @@ from typing import Any
 
 from skimp.core.exact import ExactChoices
 from skimp.core.units import format_bytes
+from skimp.plan.mixed import MixedSearch, plain
 from skimp.plan.places import Places
 from skimp.plan.search import Candidate, Search
 
@@ -67,11 +68,11 @@ def frontier(search: Search, where: Places, more: int = 0) -> tuple[Point, ...]:
     return tuple(kept)
 
 
-def explain(search: Search, exact: ExactChoices, where: Places) -> tuple[Decision, ...]:
+def explain(search: MixedSearch, exact: ExactChoices, where: Places) -> tuple[Decision, ...]:
     """Every decision the plan was free to take, against each other value of it."""
-    row = replace(exact, recompute=(), malloc="return", offload=())
-    count = len(exact.recompute)
-    mine = search.point(row, exact.malloc, count)
+    exact = replace(exact, offload=())
+    row, count = plain(exact), len(exact.recompute)
+    mine = search.at(exact)
 
     def against(what: str, chosen: object, instead: object, other: Candidate) -> Decision:
         saved = _compared(where, other) - _compared(where, mine)
@@ -80,25 +81,27 @@ def explain(search: Search, exact: ExactChoices, where: Places) -> tuple[Decisio
     def others() -> Iterator[Decision]:
         if search.pinned_count() is None:
             for n in sorted({0, search.blocks} - {count}):
-                yield against("recompute", count, n, search.point(row, exact.malloc, n))
+                keep = exact.keep if isinstance(exact.keep, str) else "nothing"
+                other = search.at(replace(exact, recompute=tuple(range(n)), keep=keep))
+                yield against("recompute", count, n, other)
         for rows in _near(search.lattice.sizes(), exact.micro_rows):
             if not exact.in_backward:
-                other = search.point(replace(row, micro_rows=rows), exact.malloc, count)
+                other = search.at(replace(exact, micro_rows=rows))
                 yield against("micro_batch", exact.micro_rows, rows, other)
         for axis in search.lattice.axes:
             faster, own, less = search.lattice.values(axis, search.lattice.root(row))
             chosen = getattr(exact, axis.name)
             for value in (*faster[::-1], own, *less) if axis.touches != "recomputed" or count else ():
                 if value != chosen:
-                    other = search.point(replace(row, **{axis.name: value}), exact.malloc, count)
+                    other = search.at(replace(exact, **{axis.name: value}))
                     yield against(axis.name, _said(chosen), _said(value), other)
         if search.recipe.exact.in_backward is None and exact.micro_rows == search.recipe.rows_per_step:
-            other = search.point(replace(row, in_backward=not exact.in_backward), exact.malloc, count)
+            other = search.at(replace(exact, in_backward=not exact.in_backward))
             ours, theirs = str(exact.in_backward).lower(), str(not exact.in_backward).lower()
             yield against("in_backward", ours, theirs, other)
         for policy in search.budgets:
             if policy != exact.malloc:
-                yield against("malloc", exact.malloc, policy, search.point(row, policy, count))
+                yield against("malloc", exact.malloc, policy, search.at(replace(exact, malloc=policy)))
 
     return tuple(others())
 
@@ -118,6 +121,8 @@ def _near(sizes: Sequence[int], size: int) -> list[int]:
 
 
 def _said(value: object) -> str:
+    if isinstance(value, tuple):
+        return "mixed"
     return "its own rule" if value is None else str(value)
 
 

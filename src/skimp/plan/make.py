@@ -16,6 +16,7 @@ from skimp.core.units import format_bytes
 from skimp.plan import offloading
 from skimp.plan.cost import Rates
 from skimp.plan.frontier import explain, frontier
+from skimp.plan.mixed import MixedSearch, plain
 from skimp.plan.offers import offers
 from skimp.plan.offloading import OffloadingSearch
 from skimp.plan.places import Places, budgets, places
@@ -146,30 +147,33 @@ def _disk(recipe: Any, kept_bytes: int) -> int:
     return saves * kept_bytes
 
 
-def _reasons(search: Search, exact: ExactChoices, where: Places, away: bool) -> list[str]:
+def _reasons(search: MixedSearch, exact: ExactChoices, where: Places, away: bool) -> list[str]:
     """What each decision saves against the next larger one, from what the search has simulated anyway."""
-    row = replace(exact, recompute=(), malloc="return", offload=())
-    extension, blocks, count = search.row(row), search.blocks, len(exact.recompute)
+    row, mine = plain(exact), search.at(exact)
+    blocks, count = search.blocks, len(exact.recompute)
     budget = format_bytes(search.budgets[exact.malloc][0])
     reasons = []
     if count:
-        saved = extension.peak(blocks, 0) - extension.peak(blocks - count, count)
-        cost = extension.seconds.at(blocks - count, count) / extension.seconds.at(blocks, 0) - 1
-        reasons.append(f"recompute {count} of {blocks} blocks: saves {format_bytes(saved)}, costs {cost:.0%} time")
+        none = search.at(replace(exact, recompute=(), keep="nothing"))
+        saved, cost = none.peak - mine.peak, mine.seconds / none.seconds - 1
+        levels = "" if isinstance(exact.keep, str) else ", at levels of their own"
+        reasons.append(
+            f"recompute {count} of {blocks} blocks{levels}: saves {format_bytes(saved)}, costs {cost:.0%} time"
+        )
     elif not away:
         reasons.append(f"no recompute: every activation fits in {budget}")
     if exact.micro_rows < search.recipe.rows_per_step and search.recipe.exact.micro_batch is None:
         larger = next(n for n in search.lattice.sizes() if n > exact.micro_rows)
-        other = search.known(replace(row, micro_rows=larger, in_backward=False))
+        other = search.seen(replace(exact, micro_rows=larger, in_backward=False))
         if other is not None:
-            more = other.peak(blocks - count, count) - extension.peak(blocks - count, count)
+            more = other.peak - mine.peak
             reasons.append(f"micro-batch of {exact.micro_rows}: {larger} rows would take {format_bytes(more)} more")
     if exact.in_backward:
-        held = search.known(replace(row, in_backward=False))
+        held = search.seen(replace(exact, in_backward=False))
         passes = " in two passes, for the clipping norm" if search.recipe.train.clip else ""
         saves = "gradients are freed one by one"
         if held is not None:
-            saved = held.peak(blocks - count, count) - extension.peak(blocks - count, count)
+            saved = held.peak - mine.peak
             saves = f"saves {format_bytes(saved)} of gradients"
         reasons.append(f"step in backward{passes}: {saves}")
     elif search.recipe.exact.in_backward is None:
@@ -204,8 +208,7 @@ def _alternative(candidate: Candidate, where: Places, blocks: int, rows: int, mo
     exact = candidate.exact
     overrides = (
         f"exact.micro_batch={exact.micro_rows}",
-        f"exact.recompute={len(exact.recompute)}",
-        *([f"exact.keep={exact.keep}"] if exact.recompute and exact.keep != "nothing" else []),
+        *recompute_words(exact),
         *([f"exact.loss_chunk={exact.loss_chunk}"] if exact.loss_chunk else []),
         f"exact.in_backward={str(exact.in_backward).lower()}",
         *([f"exact.malloc={exact.malloc}"] if where.on_cpu else []),
@@ -214,6 +217,16 @@ def _alternative(candidate: Candidate, where: Places, blocks: int, rows: int, mo
     return Alternative(
         exact.describe(blocks, rows), peak, candidate.seconds, peak <= where.device_budget, True, overrides
     )
+
+
+def recompute_words(exact: ExactChoices) -> tuple[str, ...]:
+    """What to type for the recomputed blocks and for what they keep."""
+    again, keep = exact.recompute, exact.keep
+    first = again == tuple(range(len(again)))
+    blocks = str(len(again)) if first else str(list(again)).replace(" ", "")
+    if not again or keep == "nothing":
+        return (f"exact.recompute={blocks}",)
+    return f"exact.recompute={blocks}", f"exact.keep={keep if isinstance(keep, str) else f'[{chr(44).join(keep)}]'}"
 
 
 def _measured(profile: MemoryProfile) -> list[str]:

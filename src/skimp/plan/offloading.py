@@ -21,8 +21,9 @@ from skimp.core.exact import ExactChoices, Place, Residence
 from skimp.core.registry import conflict_of
 from skimp.core.units import format_bytes
 from skimp.plan import transfers
+from skimp.plan.mixed import MixedSearch
 from skimp.plan.profile import MemoryProfile
-from skimp.plan.search import Candidate, Search
+from skimp.plan.search import Candidate
 from skimp.plan.simulate import simulate
 from skimp.run.build import techniques
 
@@ -92,7 +93,7 @@ def _names(owner: str, away: int, here: int) -> list[str]:
     return [name for name, at in ranks.items() if at == index]
 
 
-class OffloadingSearch(Search):
+class OffloadingSearch(MixedSearch):
     """A search that may let things wait elsewhere."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -164,11 +165,11 @@ class OffloadingSearch(Search):
     def _choices(self, row: ExactChoices, place: Place | None) -> list[Candidate]:
         return self._root(row) if place is None else list(self._blocks(replace(row, offload_to=place)))
 
-    def _one_more(self, candidate: Candidate) -> Iterator[Candidate]:
+    def _one_more(self, candidate: Candidate, profile: MemoryProfile) -> Iterator[Candidate]:
         """The next point of a row whose extension was too hopeful: with blocks away, one more of them."""
         away = len(candidate.exact.offload) + 1
         if not candidate.exact.offload:
-            yield from super()._one_more(candidate)
+            yield from super()._one_more(candidate, profile)
         elif candidate.exact.offload == choose(away - 1, self.blocks) and away <= self.blocks and self._named() is None:
             exact = replace(candidate.exact, offload=choose(away, self.blocks))
             yield Candidate(exact, candidate.peak, candidate.seconds)

@@ -27,6 +27,7 @@ class MemoryProfile:
         kept_bytes: tensors in one checkpoint: weights, or what an adapter trains, and optimizer states.
         shares, operators: bytes by category at each place's highest moment, and the operator then.
         fresh: bytes of results that a step allocates anew.
+        starts: highest bytes when each (phase, owner) begins; by_block: seconds of each block in a step.
         timeline: bytes by category over the last simulated step, if asked for.
         measured: what could not be simulated, so that real steps were measured (`plan.unfakeable`); else empty.
         away: bytes held at most in the places that do not compute, by place: what is offloaded.
@@ -48,6 +49,8 @@ class MemoryProfile:
     away: Mapping[str, int] = field(default_factory=dict)
     fresh: int = 0
     measured: str = ""
+    starts: Mapping[tuple[str, str], int] = field(default_factory=dict, repr=False)
+    by_block: Mapping[int, float] = field(default_factory=dict, repr=False)
 
     @property
     def peak_bytes(self) -> int:

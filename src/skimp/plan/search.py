@@ -287,13 +287,17 @@ class Search:
             profile = self.full(candidate.exact) if self.target == "cpu" else self.proved(candidate.exact)
             if self.fits(profile):
                 return profile, found, candidate.seconds
-            for more in self._one_more(candidate):
+            for more in self._one_more(candidate, profile):
                 heapq.heappush(queue, (more.seconds, more.peak, next(order), more))
         smallest = min(found, key=lambda c: c.peak - self.budgets[c.exact.malloc][0])
         return self.proved(smallest.exact), found, smallest.seconds
 
-    def _one_more(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The next point of a row whose extension was too hopeful: one block more recomputed."""
+    def _one_more(self, candidate: Candidate, profile: MemoryProfile) -> Iterator[Candidate]:
+        """The next point of a row whose extension was too hopeful: one block more recomputed.
+
+        Args:
+            profile: what a full simulation says of the candidate.
+        """
         count = len(candidate.exact.recompute) + 1
         if self.pinned_count() is None and count <= self.blocks and not candidate.exact.offload:
             row = replace(candidate.exact, recompute=(), malloc="return")

@@ -114,7 +114,7 @@ def simulate(
             run.step(part)
         meter.on = False
         drawn, tracker.timeline = tracker.timeline, None
-        peak, places, shares = tracker.peak, dict(tracker.peaks), dict(tracker.shares)
+        peak, places, shares, starts = tracker.peak, dict(tracker.peaks), dict(tracker.shares), dict(tracker.starts)
         phases = {"train": peak.total}
         if recipe.eval is not None and (not short if evaluate is None else evaluate):
             tracker.reset_peak()
@@ -157,6 +157,8 @@ def simulate(
         drawn,
         away={str(place): size for place, size in held.items()},
         fresh=fresh,
+        starts=starts,
+        by_block={int(k[6:]): often * v for k, v in meter.by_owner.items() if k.startswith("block ")},
     )
     here = int(config[layers_of(config)])
     itemsize = DTYPES[recipe.precision].itemsize

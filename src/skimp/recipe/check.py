@@ -187,6 +187,19 @@ def _pinned(recipe: Recipe) -> Iterator[Problem]:
             (f"exact.micro_batch={rows}", f"train.batch_tokens={micro * recipe.data.seq_len}"),
         )
 
+    keep, again = recipe.exact.keep, recipe.exact.recompute
+    if isinstance(keep, tuple):
+        count = len(again) if isinstance(again, tuple) else again if isinstance(again, int) else None
+        if count != len(keep):
+            found = "null" if again is None else again if isinstance(again, str) else f"{count} blocks"
+            yield Problem(
+                "exact.keep",
+                "a word for each recomputed block",
+                f"{len(keep)} words and exact.recompute {found}",
+                "each word is of one block that exact.recompute names or counts",
+                (f"exact.recompute={len(keep)}", "exact.keep=nothing, for all of them"),
+            )
+
 
 def _offload(recipe: Recipe) -> Iterator[Problem]:
     asked = recipe.exact.offload

@@ -69,6 +69,27 @@ Recompute = Annotated[
 ]
 
 
+#: What a recomputed block may keep.
+KEPT = ("nothing", "attention", "products")
+
+
+def _keep(value: Any) -> Any:
+    """A word for all recomputed blocks, or a list with one for each."""
+    words = value if isinstance(value, (list, tuple)) else [value]
+    wrong = next((word for word in words if word not in (*KEPT, None)), None)
+    if wrong is not None or (None in words and value is not None) or not words:
+        near = did_you_mean(wrong, KEPT) if isinstance(wrong, str) else "write keep: [nothing, attention]"
+        raise refuse(f"{', '.join(KEPT)}, or a list of them", near)
+    return tuple(words) if isinstance(value, (list, tuple)) else value
+
+
+Kept = Annotated[
+    Literal["nothing", "attention", "products"] | tuple[str, ...] | None,
+    BeforeValidator(_keep),
+    WithJsonSchema({"anyOf": [{"enum": [*KEPT, None]}, {"type": "array", "items": {"enum": list(KEPT)}}]}),
+]
+
+
 class Offload(Section):
     """What may wait outside the memory the run computes in. null leaves it to the planner; none pins it here.
 
@@ -99,10 +120,11 @@ class Exact(Section):
         default=None,
         description="Blocks whose activations are re-made in backward: none, all, a count, or a list of indices.",
     )
-    keep: Literal["nothing", "attention", "products"] | None = Field(
+    keep: Kept = Field(
         default=None,
         description="What recomputed blocks keep besides their input, and do not make again: nothing, the attention's "
-        "output, or the output of every matrix product.",
+        "output (attention), or the output of every matrix product (products). One word for all, or a list with one "
+        "for each block that recompute names, in ascending order.",
     )
     loss_chunk: Whole | None = Field(
         default=None, ge=1, description="Rows of the logits that exist at once in the loss head."

@@ -291,7 +291,8 @@ def _stepper(head: Head, delivery: Delivery, layers: LayerSampler | None) -> Fir
 def _recompute(model: nn.Module, structure: Structure, exact: ExactChoices) -> Recompute | None:
     if not exact.recompute:
         return None
-    return Recompute(model, [structure.blocks[i] for i in exact.recompute], keep=exact.keep)
+    kept = exact.kept()
+    return Recompute(model, [structure.blocks[i] for i in kept], keep=tuple(kept.values()))
 
 
 def _delivery(
@@ -340,7 +341,7 @@ def techniques(recipe: Any, exact: ExactChoices) -> list[str]:
     names += ["packing"] if recipe.data.packing else []
     names += [recipe.train.layers.name] if recipe.train.layers is not None else []
     names += ["recompute"] if exact.recompute else []
-    names += ["selective-recompute"] if exact.recompute and exact.keep != "nothing" else []
+    names += ["selective-recompute"] if {*exact.kept().values()} - {"nothing"} else []
     names += ["step-in-backward"] if exact.in_backward else []
     names += ["activation-offload"] if exact.offload else []
     names += ["state-offload"] if exact.states != "device" else []

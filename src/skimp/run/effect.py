@@ -127,6 +127,9 @@ def _recomputed(run: Run, forwards: int) -> None:
     wanted = [run.structure.blocks[i] for i in run.exact.recompute]
     if run.recompute is None or set(run.recompute.blocks) != set(wanted):
         raise EffectError(f"recompute of {len(wanted)} blocks", "they are not wrapped")
+    asked = {run.structure.blocks[i]: word for i, word in run.exact.kept().items()}
+    if run.recompute.keep != asked:
+        raise EffectError(f"recomputed blocks that keep {sorted({*asked.values()})}", "they keep other results")
     run.recompute.assert_effect(forwards, None if run.layers is None else run.layers.in_backward)
 
 

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from skimp.core import attention
 from skimp.core.errors import ModelError, did_you_mean
 from skimp.core.lean import lean_imports
+from skimp.core.structure import layers_of
 
 #: Config keys that switch dropout on, by family. Fine-tuning and pre-training of these models run without it today.
 DROPOUT_KEYS = (
@@ -61,26 +62,13 @@ def skeleton(config: dict[str, Any], dtype: torch.dtype) -> nn.Module:
 
 
 def _skeleton(config: dict[str, Any], dtype: torch.dtype) -> nn.Module:
-    from transformers import AutoConfig
     from transformers.initialization import no_init_weights
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    facts = {k: v for k, v in config.items() if k not in ("transformers_version", "architectures", "auto_map")}
-    kind = facts.pop("model_type", None)
-    try:
-        described = AutoConfig.for_model(str(kind), **facts)
-    except (ValueError, KeyError) as error:
-        from transformers import CONFIG_MAPPING
-
-        raise ModelError(
-            f"a model of type '{kind}'",
-            "an architecture transformers does not know",
-            "code from a model's own repository is never run (trust_remote_code is off)",
-            did_you_mean(str(kind), list(CONFIG_MAPPING.keys())),
-        ) from error
+    described = _described(config)
     if type(described) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
-            f"a causal language model of type '{kind}'",
+            f"a causal language model of type '{config.get('model_type')}'",
             "an architecture without a causal LM head",
             "skimp trains decoder-only language models",
             "use a decoder-only model such as llama, qwen2 or gpt2",
@@ -96,6 +84,40 @@ def _skeleton(config: dict[str, Any], dtype: torch.dtype) -> nn.Module:
     tie: Any = model.tie_weights
     tie()
     return model.train()
+
+
+def _described(config: dict[str, Any]) -> Any:
+    """transformers' object for a config."""
+    from transformers import AutoConfig
+
+    facts = {k: v for k, v in config.items() if k not in ("transformers_version", "architectures", "auto_map")}
+    kind = facts.pop("model_type", None)
+    try:
+        described = AutoConfig.for_model(str(kind), **facts)
+    except (ValueError, KeyError) as error:
+        from transformers import CONFIG_MAPPING
+
+        raise ModelError(
+            f"a model of type '{kind}'",
+            "an architecture transformers does not know",
+            "code from a model's own repository is never run (trust_remote_code is off)",
+            did_you_mean(str(kind), list(CONFIG_MAPPING.keys())),
+        ) from error
+    return described
+
+
+def kinds_of_blocks(config: dict[str, Any], seq_len: int) -> tuple[str, ...]:
+    """What tells a model's blocks apart at rows of `seq_len` tokens: the kind of attention of each, in their order.
+
+    A window that a row fits into is full attention.
+    """
+    with lean_imports():
+        described = _described(config)
+    window = getattr(described, "sliding_window", None)
+    kinds = getattr(described, "layer_types", None)
+    if not kinds or window is None or window >= seq_len:
+        return ("attention",) * int(config[layers_of(config)])
+    return tuple(kinds)
 
 
 def dropout_of(config: dict[str, Any]) -> dict[str, float]:

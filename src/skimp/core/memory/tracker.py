@@ -78,6 +78,8 @@ class Tracker(TorchDispatchMode):
         #: highest bytes at each (phase, owner), and then by category and during which operator.
         self.peaks: dict[tuple[str, str], int] = {}
         self.shares: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {}
+        #: highest bytes at the beginning of each (phase, owner).
+        self.starts: dict[tuple[str, str], int] = {}
         self.live = 0
         self.by_category: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self.peak = Peak()
@@ -220,11 +222,18 @@ class Tracker(TorchDispatchMode):
                 self.trace.malloc(key, size, self.phase, self.owner)
         self._mark(self.live, "", 0)
 
+    def at(self, owner: str) -> None:
+        """A module is at work from here on."""
+        self.owner = owner
+        place = (self.phase, owner)
+        self.starts[place] = max(self.live, self.starts.get(place, 0))
+
     def reset_peak(self) -> None:
         """Start the next phase's peak from what is live now."""
         self.peak = Peak(self.live, dict(self.by_category), self.phase, self.owner, "", self.count)
         self.peaks.clear()
         self.shares.clear()
+        self.starts.clear()
 
 
 class _SavedNumbers(TorchFunctionMode):
@@ -324,4 +333,4 @@ def here(tensors: Sequence[Tensor], category: str) -> None:
 def at(owner: str) -> None:
     """Say which module is at work, for the peak's address."""
     if _active:
-        _active[-1].owner = owner
+        _active[-1].at(owner)
