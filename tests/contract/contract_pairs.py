@@ -85,6 +85,7 @@ SWITCHES: dict[str, Switch] = {
         lambda run: run.fused.rotary.modules > 0 < run.fused.rotary.runs, overrides=("exact.kernels=fused",)
     ),
     "lora": Switch(lambda run: bool(run.adapter.modules), overrides=("adapter={r: 4}",)),
+    "s2ft": Switch(lambda run: bool(run.adapter.slices), overrides=("adapter={name: s2ft, v: 0.5, o: 0.5, d: 0.9}",)),
 }
 
 SWITCHES |= {name: Switch(_rule(name), overrides=(f"optimizer={name}",)) for name in RULES}

@@ -108,6 +108,7 @@ DISK = (f"exact.offload.folder={scratch()}",)
 #: Seeds whose first draw is one of the costliest sets of three blocks, which is what a simulation runs.
 LISA = ("train.layers={name: lisa, active: 2, every: 20}", "train.seed=2")
 LISA_BLOCKS = ("train.layers={name: lisa, active: 2, every: 20, embeddings: false, head: false}",)
+S2FT = ("adapter={name: s2ft, v: 0.5, o: 0.25, u: 0.05, d: 0.1}",)
 OWLORE = ("train.layers={name: owlore, active: 2, threshold: 4}", "train.seed=2")
 
 TECHNIQUES: dict[str, Technique] = {
@@ -166,6 +167,16 @@ TECHNIQUES: dict[str, Technique] = {
         {"micro_rows": 1}, ("adapter={dropout: 0.25}",), base="lora-dropout", reordered=True
     ),
     "lora-full": Technique(overrides=("adapter={embeddings: true, head: true}",)),
+    "s2ft": Technique(overrides=S2FT),
+    "s2ft-permuted": Technique(overrides=("adapter={name: s2ft, v: 0.5, o: 0.25, u: 0.05, d: 0.1, permute: true}",)),
+    "s2ft-weight": Technique(overrides=("adapter={name: s2ft, o: 0.5, d: 0.1, select: weight}",)),
+    "s2ft-recompute": Technique({"recompute": (0, 2)}, S2FT, base="s2ft"),
+    "s2ft-accumulation": Technique({"micro_rows": 1}, S2FT, base="s2ft", reordered=True),
+    "s2ft-in-backward": Technique({"in_backward": True}, S2FT, base="s2ft"),
+    "s2ft-8-bit": Technique(overrides=(*S2FT, "optimizer=adamw8bit")),
+    "s2ft-bf16": Technique(overrides=(*S2FT, "precision=bf16")),
+    "s2ft-bf16-mixed": Technique(overrides=(*S2FT, "precision=bf16-mixed")),
+    "s2ft-packing": Technique({"micro_rows": 3}, S2FT, PACKED),
     "lisa": Technique(overrides=LISA),
     "lisa-in-backward": Technique({"in_backward": True}, LISA, base="lisa"),
     "lisa-recompute": Technique({"recompute": tuple(range(BLOCKS))}, LISA, base="lisa"),

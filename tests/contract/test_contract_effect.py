@@ -74,6 +74,15 @@ def test_mutation_an_adapted_layer_that_runs_plain() -> None:
         first_step("lora", disable=plain)
 
 
+def test_mutation_a_sliced_layer_that_runs_plain() -> None:
+    def plain(run: Run) -> None:
+        assert run.adapter is not None
+        del run.adapter.module(next(iter(run.adapter.table())).module).forward
+
+    with pytest.raises(EffectError, match="no gradient reached them"):
+        first_step("s2ft", disable=plain)
+
+
 @pytest.mark.skipif(not library.available(), reason="no native kernels")
 def test_mutation_fused_layers_that_run_plain() -> None:
     def plain(run: Run) -> None:

@@ -27,6 +27,7 @@ FAST = [
     ("lora-dropout-recompute", "llama-tied"),
     ("lora-bf16", "gpt2"),
     ("lora-full", "llama-tied"),
+    ("s2ft-permuted", "llama-tied"),
     ("galore8bit-compact-adds-up", "llama-tied"),
     ("momentum-reset", "llama-tied"),
     ("refactor", "llama-tied"),

@@ -6,17 +6,24 @@ from importlib import import_module
 from typing import Any
 
 from skimp.adapters.family_facts import LOW_RANK
+from skimp.adapters.slice_facts import SLICES
 from skimp.core.registry import Facts
 
-FACTS: list[Facts] = [*LOW_RANK]
+FACTS: list[Facts] = [*LOW_RANK, *SLICES]
 
 _WHERE = {
     "Handle": "handle",
     "LoRA": "lora",
+    "S2FT": "s2ft",
+    "S2FTSpec": "s2ft_select",
+    "Served": "s2ft_adapter",
+    "SliceAdapter": "s2ft_adapter",
     "Spec": "spec",
     "lora_linear": "linear",
     "lora_linear_reference": "linear",
     "match": "targets",
+    "measured": "s2ft_scores",
+    "side_by_side": "s2ft_adapter",
 }
 
 

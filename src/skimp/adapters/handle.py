@@ -107,7 +107,11 @@ class Handle(ABC):
     def few(cls, asked: Mapping[str, Any], model: nn.Module, structure: Structure) -> dict[str, Any]:
         """Keys to change so that every block of a model cut to a few of them gets what any block gets: never under.
 
-        Nothing where every block is alike anyway. Also the place to refuse what can be refused before a search."""
+        Nothing where every block is alike anyway. Also the place to refuse what can be refused before a search.
+
+        Args:
+            asked: as `attach`, and "seed".
+        """
         return {}
 
     @abstractmethod

@@ -80,7 +80,7 @@ class S2FT(Handle):
 
     @classmethod
     def attach(cls, model: nn.Module, structure: Structure, asked: Mapping[str, Any], seed: int) -> S2FT:
-        keys = (*KINDS, "select", "smallest", "permute", "counts")
+        keys = (*KINDS, "select", "smallest", "permute")
         return cls(model, S2FTSpec(**{k: asked[k] for k in keys if k in asked}, seed=seed), structure)
 
     @classmethod
@@ -89,16 +89,16 @@ class S2FT(Handle):
 
     @classmethod
     def few(cls, asked: Mapping[str, Any], model: nn.Module, structure: Structure) -> dict[str, Any]:
-        """Every block gets the most units of each kind that any block has."""
-        spec = S2FTSpec(**{k: asked[k] for k in (*KINDS, "select") if k in asked}, seed=asked.get("seed", 0))
+        """Of each kind as many units in every block as the fullest block has, ranked block by block."""
+        spec = S2FTSpec(**{k: asked[k] for k in (*KINDS, "select")}, seed=asked["seed"])
         slices = choose(model, structure, spec)
-        kinds = [k for k in KINDS if getattr(spec, k) > 0.0]
-        most = dict.fromkeys(KINDS, 0)
-        for kind, blocks in units_of(model, structure, kinds).items():
-            for units in (u for block in blocks for u in block):
-                if units.member.module in slices:
-                    most[kind] = max(most[kind], len(slices[units.member.module].index) // units.size)
-        return {"counts": tuple(most[k] for k in KINDS)}
+        if spec.select != "random":
+            return {}
+        changes: dict[str, Any] = {"select": "weight"}
+        for kind, blocks in units_of(model, structure, [k for k in KINDS if getattr(spec, k) > 0.0]).items():
+            layers = [u for block in blocks for u in block if u.member.module in slices]
+            changes[kind] = max(len(slices[u.member.module].index) / (u.size * u.count) for u in layers)
+        return changes
 
     def _check(self, slices: Mapping[str, Slice]) -> None:
         taken = next((n for n, m in self.model.named_modules() if {DELTA, "lora_A"} & m._parameters.keys()), None)
@@ -145,7 +145,8 @@ class S2FT(Handle):
         shape = (outputs, k) if chosen.side == "columns" else (k, inputs)
         dtype = torch.promote_types(like.dtype, torch.float32)
         module.register_parameter(DELTA, nn.Parameter(torch.zeros(shape, dtype=dtype, device=like.device)))
-        if places != list(range(places[0], places[0] + k)):
+        # Which units score best is not known before there are values, so no plan could know that they are neighbours.
+        if self.spec.select != "random" or places != list(range(places[0], places[0] + k)):
             index = torch.tensor(places, device="cpu" if like.device.type == "meta" else like.device)
             module.register_buffer(INDEX, index.to(like.device), persistent=False)
         module.forward = self._forward(module, chosen, (places[0], places[0] + k))

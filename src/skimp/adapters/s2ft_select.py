@@ -72,10 +72,9 @@ class S2FTSpec:
         select: random, or by the norms of the weights, of the activations, of both multiplied, of the gradients.
         smallest: take the lowest scores, not the highest.
         permute: move what is tuned together, each head and channel as a whole (`adapters.permute`). The function of the
-            model stays, to rounding; the slices are ranges then.
+            model stays, to rounding; slices drawn at random are ranges then.
         seed: of the draw.
         slices: layer -> what it trains, when that is known; nothing is drawn then.
-        counts: units of (v, o, u, d) in every block instead of a draw: what small simulations stand for.
     """
 
     v: float = 0.0
@@ -87,7 +86,6 @@ class S2FTSpec:
     permute: bool = False
     seed: int = 0
     slices: Mapping[str, Slice] = field(default_factory=dict)
-    counts: tuple[int, int, int, int] | None = None
 
     def __post_init__(self) -> None:
         wrong = [f"{k}={getattr(self, k)}" for k in KINDS if not 0.0 <= getattr(self, k) <= 1.0]
@@ -171,9 +169,6 @@ def _chosen(
 ) -> list[list[int]]:
     """For every layer the units that train."""
     share = getattr(spec, kind)
-    if spec.counts is not None:
-        fixed = spec.counts[KINDS.index(kind)]  # type: ignore[arg-type]
-        return [list(range(min(fixed, units.count))) for units in layers]
     total = sum(units.count for units in layers)
     if total == 0:
         raise SkimpError(f"adapter.{kind}={share:g}", "no MLP with rows of up and columns of down", "", f"{kind}=0")
@@ -238,7 +233,7 @@ def drawn(seed: int, name: str, count: int) -> list[int]:
 def _best(
     model: nn.Module, spec: S2FTSpec, units: Units, free: list[int], scores: Mapping[str, Tensor] | None
 ) -> list[int]:
-    """Free units, best first; without values (simulated) any: their number is what counts."""
+    """Free units, best first; without values (simulated) any: their number is what counts, and that they are apart."""
     name = units.member.module
     if spec.select != "weight" and (scores is None or name not in scores):
         raise SkimpError(
@@ -248,7 +243,7 @@ def _best(
             ["select=random or select=weight", "from Python: S2FT(model, spec, scores=measured(model, spec, batches))"],
         )
     if is_simulated(next(model.parameters())):
-        return free
+        return [*free[::2], *free[1::2]]
     found = weight_norms(model, units) if spec.select == "weight" else (scores or {})[name]
     values = found.detach().double().cpu().numpy()
     return sorted(free, key=lambda u: (values[u] if spec.smallest else -values[u], u))

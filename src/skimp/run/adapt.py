@@ -61,7 +61,8 @@ def few_blocks(recipe: Any, model: nn.Module, structure: Structure) -> dict[str,
     asked = recipe.adapter
     if asked.source is not None:
         return {"source": None, **lora_in_few(saved_spec(recipe, model, structure), model, structure)}
-    changes: dict[str, Any] = load(asked.name, "adapter").few(asked.asked(), model, structure)
+    keys = {**asked.asked(), "seed": recipe.train.seed}
+    changes: dict[str, Any] = load(asked.name, "adapter").few(keys, model, structure)
     return changes
 
 

@@ -1,0 +1,87 @@
+"""Whole sessions that train parts of the weights themselves: said, saved, resumed, evaluated and exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from session_cases import Heard, lines, merged
+from transformers import AutoModelForCausalLM
+
+import skimp
+from skimp.core.errors import SkimpError
+from skimp.export.adapter import export_adapter
+from skimp.export.merged import export_merged
+from skimp.run.checkpoint_folder import latest
+from skimp.run.checkpoint_read import load
+from skimp.run.found import find
+
+pytestmark = pytest.mark.usefixtures("plan_once")
+S2FT = {"name": "s2ft", "v": 0.5, "o": 0.25, "u": 0.05, "d": 0.1}
+IDS = torch.arange(1, 20).unsqueeze(0)
+
+
+def start(recipe: dict[str, Any], adapter: dict[str, Any], voice: Any = None, resume: bool = False, **more: Any) -> Any:
+    return skimp.train(merged({**recipe, "adapter": adapter}, more), resume=resume, voice=voice)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(IDS).logits
+    return found
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+def test_s2ft_is_resumed_to_the_bit_with_its_selection(recipe: dict[str, Any], tmp_path: Path, permuted: bool) -> None:
+    adapter, voice = {**S2FT, "permute": permuted}, Heard()
+    whole = start(recipe, adapter, voice, output=str(tmp_path / "whole"))
+    assert any("trained numbers" in line for line in voice.said)
+    start(recipe, adapter, Heard(stop_at=3))
+    outcome = start(recipe, adapter, resume=True)
+    assert [s["loss"] for s in lines(outcome.folder / "metrics.jsonl")] == [
+        s["loss"] for s in lines(whole.folder / "metrics.jsonl")
+    ]
+    with load(latest(outcome.folder / "checkpoints")) as found, load(latest(whole.folder / "checkpoints")) as expected:
+        assert found.meta["adapter"] == expected.meta["adapter"]
+        assert found.meta["adapter"]["slices"]
+        for name in expected.names("adapter"):
+            assert torch.equal(found.read("adapter", name), expected.read("adapter", name))
+    assert outcome.summary["loss_last"] < outcome.summary["loss_first"]
+
+
+def test_s2ft_is_exported_merged_and_for_peft(recipe: dict[str, Any], tiny_folder: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    outcome = start(recipe, {**S2FT, "permute": True})
+    for export, name in ((export_merged, "merged"), (export_adapter, "peft")):
+        found = find(str(outcome.folder))
+        export(found, tmp_path / name)
+        found.close()
+    merged_model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    plain = logits(base)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "peft")
+    torch.testing.assert_close(logits(adapted), logits(merged_model), rtol=0, atol=1e-5)
+    assert float((logits(adapted) - plain).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("adapter", "said"),
+    [
+        ({"name": "s2ft", "o": 0.01, "d": 0}, r"adapter\.o=0\.01[\s\S]*0 of 8 query heads[\s\S]*o=0\.125"),
+        ({"name": "s2ft", "o": 0, "d": 0}, r"all are 0"),
+        ({"name": "s2ft", "r": 4}, r"adapter\.r[\s\S]*s2ft takes v, o, u, d"),
+        ({"name": "s2ft", "select": "gradient"}, r"adapter\.select[\s\S]*random, weight"),
+    ],
+)
+def test_bad_slices_are_refused_before_a_weight_is_loaded(
+    recipe: dict[str, Any], adapter: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("weights were loaded")
+
+    monkeypatch.setattr("skimp.run.session.load_weights", never)
+    with pytest.raises(SkimpError, match=said):
+        start(recipe, adapter)
+    assert not Path(recipe["output"]).exists()
