@@ -94,13 +94,20 @@ def test_nothing_is_written_beyond_the_end():
     assert (out[1000:] == 77).all()
 
 
-def test_the_4bit_kernel_is_refused_when_a_source_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_beside_is_refused_when_a_source_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its stamp covers both sources: the one it includes, and its own."""
-    from skimp.kernels.native import four_bit
+    from skimp.kernels.native.four_bit import FOUR_BIT
+    from skimp.kernels.native.layers import LAYERS
+    from skimp.kernels.native.sparse import SPARSE
 
-    before = four_bit.stamp()
-    assert before == four_bit.stamp()
-    for module in (builder, four_bit):
+    for beside in (FOUR_BIT, LAYERS, SPARSE):
+        before = beside.stamp()
+        assert before == beside.stamp()
+        (tmp_path / "skimp_native.c").write_text(builder.SOURCE.read_text())
+        (tmp_path / beside.source.name).write_text("/* another */")
         with monkeypatch.context() as patch:
-            patch.setattr(module, "SOURCE", Path(__file__))
-            assert four_bit.stamp() != before
+            patch.setattr(builder, "SOURCE", tmp_path / "skimp_native.c")
+            assert beside.stamp() != before
+            (tmp_path / beside.source.name).write_text(builder.SOURCE.read_text())
+            (tmp_path / "skimp_native.c").write_text("/* another */")
+            assert beside.stamp() != before

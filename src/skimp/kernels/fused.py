@@ -24,6 +24,9 @@ from torch import Tensor
 
 from skimp.core.remake import can_be_remade
 from skimp.kernels.native import library
+from skimp.kernels.widened import fits_native, narrowed, wide
+
+__all__ = ["fits_native", "rms_norm", "rms_norm_reference", "swiglu", "swiglu_reference"]
 
 
 @torch.library.custom_op("skimp::rms_norm", mutates_args=())
@@ -90,58 +93,42 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y: Tensor
-        y, scale = torch.ops.skimp.rms_norm(_wide(x), _wide(weight), eps)
+        y, scale = torch.ops.skimp.rms_norm(wide(x), wide(weight), eps)
         ctx.save_for_backward(x, weight, scale)
-        return _as(y, torch.promote_types(x.dtype, weight.dtype))
+        return narrowed(y, torch.promote_types(x.dtype, weight.dtype))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
-        given = (_wide(dy.contiguous()), _wide(x), _wide(weight), scale)
+        given = (wide(dy.contiguous()), wide(x), wide(weight), scale)
         if not ctx.needs_input_grad[1]:  # a frozen gain: half of the passes over memory
-            return _as(torch.ops.skimp.rms_norm_backward_input(*given), x.dtype), None, None
+            return narrowed(torch.ops.skimp.rms_norm_backward_input(*given), x.dtype), None, None
         dx, dw = torch.ops.skimp.rms_norm_backward(*given)
-        return _as(dx, x.dtype), _as(dw, weight.dtype), None
+        return narrowed(dx, x.dtype), narrowed(dw, weight.dtype), None
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        y: Tensor = torch.ops.skimp.swiglu(_wide(gate), _wide(up))
-        return _as(y, gate.dtype)
+        y: Tensor = torch.ops.skimp.swiglu(wide(gate), wide(up))
+        return narrowed(y, gate.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        dgate, dup = torch.ops.skimp.swiglu_backward(_wide(dy.contiguous()), _wide(gate), _wide(up))
-        return _as(dgate, gate.dtype), _as(dup, up.dtype)
+        dgate, dup = torch.ops.skimp.swiglu_backward(wide(dy.contiguous()), wide(gate), wide(up))
+        return narrowed(dgate, gate.dtype), narrowed(dup, up.dtype)
 
 
 def _norm_again(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    y: Tensor = torch.ops.skimp.rms_norm(_wide(x), _wide(weight), eps)[0]
-    return _as(y, torch.promote_types(x.dtype, weight.dtype))
+    y: Tensor = torch.ops.skimp.rms_norm(wide(x), wide(weight), eps)[0]
+    return narrowed(y, torch.promote_types(x.dtype, weight.dtype))
 
 
 def _swiglu_again(gate: Tensor, up: Tensor) -> Tensor:
-    y: Tensor = torch.ops.skimp.swiglu(_wide(gate), _wide(up))
-    return _as(y, gate.dtype)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float32 else x.float()
-
-
-def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype == dtype else x.to(dtype)
-
-
-def fits_native(*tensors: Tensor, halves: bool = False) -> bool:
-    """Whether the native form takes these: contiguous, on a CPU, float32 or, with `halves`, widened from bfloat16.
-
-    Facts of shape and type, never of values."""
-    kinds = (torch.float32, torch.bfloat16) if halves else (torch.float32,)
-    return all(t.dtype in kinds and t.is_contiguous() and t.device.type == "cpu" for t in tensors)
+    y: Tensor = torch.ops.skimp.swiglu(wide(gate), wide(up))
+    return narrowed(y, gate.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -8,7 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from skimp.core.errors import SkimpError
-from skimp.kernels.native import build, four_bit, pool
+from skimp.kernels.native import build, pool
+from skimp.kernels.native.four_bit import FOUR_BIT
+from skimp.kernels.native.layers import LAYERS
+from skimp.kernels.native.sparse import SPARSE
 
 
 def main() -> int:
@@ -17,7 +20,8 @@ def main() -> int:
         print("native kernels: no C compiler found; the torch references run, slower, with the same numbers")
     else:
         code = _built("native kernels", build.build)
-        code = max(code, _built("4-bit kernel", four_bit.make))
+        for beside in (FOUR_BIT, LAYERS, SPARSE):
+            code = max(code, _built(beside.what, beside.make))
     if pool.compiler() is None:
         print("tensor pool: no C++ compiler found; the C library's allocator serves, slower or with more memory")
     elif platform.libc_ver()[0] == "glibc":
