@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from skimp.core.memory.tracker import Tracker
 from skimp.core.remake import Again, Remake, can_be_remade, how_made
-from skimp.kernels.remade_linear import linear, remade_linear
+from skimp.kernels.remade_linear import linear, linear_in_out, remade_linear
 
 
 def double(source: Tensor) -> Tensor:
@@ -33,6 +33,24 @@ def test_values_and_gradients_are_those_of_the_plain_layer_to_the_bit(shape: tup
         results.append([y, x.grad, *(p.grad for p in layer.parameters())])
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_weight_stored_the_other_way_round_is_gpt2s_layer_to_the_bit(accumulate: bool) -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    generator = torch.Generator().manual_seed(3)
+    source, up = torch.randn(2, 3, 5, generator=generator), torch.randn(2, 3, 11, generator=generator)
+    results = []
+    for ours in (True, False):
+        torch.manual_seed(1)
+        layer = Conv1D(11, 5)
+        x = double(source).requires_grad_()
+        y = linear_in_out(can_be_remade(x, double, source), layer.weight, layer.bias, accumulate) if ours else layer(x)
+        y.backward(up)
+        results.append([y, x.grad, layer.weight.grad, layer.bias.grad])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_every_gradient_in_float64() -> None:

@@ -116,7 +116,7 @@ class Attached(TrainerCallback):
             if not self.fused.norms and not self.fused.mlps:
                 raise ConflictError(
                     "attach(fused=True)",
-                    f"no plain RMSNorm and no SwiGLU in '{type(self.model).__name__}'",
+                    f"no norm and no activation that is known in '{type(self.model).__name__}'",
                     "there is nothing to fuse",
                     "leave fused out",
                 )

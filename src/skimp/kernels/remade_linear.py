@@ -1,5 +1,7 @@
 """A linear layer that keeps no input of its own where a fused layer made that input: y = x W' + b.
 
+GPT-2 stores its weights the other way round, (inputs, outputs): y = x W + b.
+
 A linear layer keeps x for the gradient of W. Where x is the output of a fused RMSNorm or SwiGLU, the tensors it was
 made from are kept by that layer already, so x is made again in backward (`core.remake`): one pass over memory instead
 of rows x width x 4 bytes. In a block of SmolLM2 at 512 tokens that is 5.5 of 17 MB: two norms' outputs (2 x 576
@@ -26,27 +28,50 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, accumulate: bool = Fa
             after the first neither writes nor reads again 4 bytes a parameter, 0.4 GB of SmolLM2-135M. Autograd is
             then handed no gradient, so no hook may want to see it.
     """
-    made = how_made(x)
-    # Of a bfloat16 sum every rounding counts, and autograd's own is the one that users know.
-    accumulate = accumulate and weight.dtype in (torch.float32, torch.float64)
-    plain = not weight.requires_grad or torch.is_autocast_enabled(x.device.type)
-    if plain or (made is None and not accumulate):
+    made, accumulate = how_made(x), _may_accumulate(weight, accumulate)
+    if _plain(x, weight) or (made is None and not accumulate):
         return nn.functional.linear(x, weight, bias)
     return remade_linear(x, weight, bias, made, accumulate)
 
 
+def linear_in_out(x: Tensor, weight: Tensor, bias: Tensor, accumulate: bool = False) -> Tensor:
+    """As `linear`, for a weight stored (inputs, outputs), as transformers' Conv1D of GPT-2 does."""
+    made, accumulate = how_made(x), _may_accumulate(weight, accumulate)
+    if _plain(x, weight) or (made is None and not accumulate):
+        return _in_out(x, weight, bias)
+    return remade_linear(x, weight, bias, made, accumulate, in_out=True)
+
+
+def _may_accumulate(weight: Tensor, asked: bool) -> bool:
+    # Of a bfloat16 sum every rounding counts, and autograd's own is the one that users know.
+    return asked and weight.dtype in (torch.float32, torch.float64)
+
+
+def _plain(x: Tensor, weight: Tensor) -> bool:
+    return not weight.requires_grad or torch.is_autocast_enabled(x.device.type)
+
+
+def _in_out(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.addmm(bias, x.view(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
+
+
 def remade_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, made: Remake | None, accumulate: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    made: Remake | None,
+    accumulate: bool = False,
+    in_out: bool = False,
 ) -> Tensor:
-    """`linear` for an x that `made` makes again, to the bit; for None it is kept."""
-    y: Tensor = _Linear.apply(x, weight, bias, made, accumulate)  # type: ignore[no-untyped-call]
+    """`linear` (`linear_in_out`) for an x that `made` makes again, to the bit; for None it is kept."""
+    y: Tensor = _Linear.apply(x, weight, bias, made, accumulate, in_out)  # type: ignore[no-untyped-call]
     return y
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, made: Remake | None, accumulate: bool
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, made: Remake | None, accumulate: bool, in_out: bool
     ) -> Tensor:
         if made is None:
             ctx.save_for_backward(weight, x)
@@ -54,7 +79,10 @@ class _Linear(torch.autograd.Function):
             made.again.readers += 1
             ctx.save_for_backward(weight, *made.inputs)
         ctx.again = None if made is None else made.again
-        ctx.accumulate = accumulate
+        ctx.accumulate, ctx.in_out = accumulate, in_out
+        if in_out:
+            assert bias is not None  # Conv1D always has one
+            return _in_out(x, weight, bias)
         return nn.functional.linear(x, weight, bias)
 
     @staticmethod
@@ -68,11 +96,13 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             x = inputs[0] if ctx.again is None else ctx.again(*inputs)
             x = x.reshape(-1, x.shape[-1])
+            first, second = (x.t(), rows) if ctx.in_out else (rows.t(), x)
             if ctx.accumulate and weight.grad is not None:
-                weight.grad.addmm_(rows.t(), x)
+                weight.grad.addmm_(first, second)
             else:
-                dw = rows.t() @ x
-            del x
+                dw = first @ second
+            del x, first, second
         if ctx.needs_input_grad[0]:
-            dx = (rows @ weight).view(*upstream.shape[:-1], weight.shape[1])
-        return dx, dw, db, None, None
+            w = weight.t() if ctx.in_out else weight
+            dx = (rows @ w).view(*upstream.shape[:-1], w.shape[1])
+        return dx, dw, db, None, None, None

@@ -136,8 +136,8 @@ class Exact(Section):
     offload: Offload = Field(default_factory=Offload, description="What waits on disk or in host memory.")
     kernels: Literal["fused", "plain"] | None = Field(
         default=None,
-        description="RMSNorm and SwiGLU on a CPU: fused is skimp's native form, plain the model's own; null is fused "
-        "in float32 where the native kernels are built; bfloat16 is fused only when asked for.",
+        description="Norms, activations and rotary positions on a CPU: fused is skimp's native form, plain the model's "
+        "own; null is fused in float32 where the native kernels are built; bfloat16 is fused only when asked for.",
     )
     malloc: Literal["pool", "return", "reuse"] | None = Field(
         default=None,

@@ -246,7 +246,7 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
     if recipe.exact.kernels == "fused" and fused is not None and not fused.norms and not fused.mlps:
         raise ConflictError(
             "exact.kernels=fused",
-            f"no plain RMSNorm and no SwiGLU in a model of type '{structure.family}'",
+            f"no norm and no activation that is known in a model of type '{structure.family}'",
             "there is nothing to fuse",
             "exact.kernels=null: fused where it can be",
         )
