@@ -18,7 +18,7 @@ BENCH := $(VENV)/.skimp-bench-installed
 SHORT := train.steps=3 data.seq_len=128 train.batch_tokens=512 eval.tokens=1024
 
 .DEFAULT_GOAL := help
-.PHONY: help install native train quickstart-short test test-all lint format types docs docs-serve \
+.PHONY: help install native train quickstart-short test test-all test-triton lint format types docs docs-serve \
         bench-hf bench-attach bench-lora bench-galore bench-oracle bench-plan bench-memtracker bench-ladder \
         bench-accuracy bench-optim bench-offload bench-step-time bench-gpu bench-kills bench-faults bench-loggers \
         pictures clean
@@ -67,6 +67,12 @@ test: install  ## install, then the fast tests (ARGS="tests/optim -x")
 
 test-all: install  ## every test, the long tables included
 	$(BIN)/pytest -m '' $(ARGS)
+
+# Aside and not into .venv: where triton is installed, transformers imports it, and every run would carry it. Not in the
+# constraints either: a CUDA build of torch brings its own triton.
+test-triton: $(STAMP)  ## the Triton kernels through Triton's interpreter; no card needed
+	$(PIP) install -q --no-deps --upgrade --target $(VENV)/triton 'triton==3.9.0; python_version >= "3.11"'
+	PYTHONPATH=$(VENV)/triton $(BIN)/pytest -m '' tests/kernels/test_triton_forms.py $(ARGS)
 
 lint: $(STAMP)  ## ruff: rules and format
 	$(BIN)/ruff check .

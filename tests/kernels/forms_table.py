@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -33,6 +34,11 @@ class Case:
     constants: tuple[int, ...] = ()
     halves: bool = True
     kept: float = 0.0
+
+    @property
+    def quick(self) -> bool:
+        """Few enough rows for an interpreter, which runs a row's program line by line in Python."""
+        return prod(self.shape[:-1]) <= 45 and prod(self.shape) <= 1000
 
     def make(self, dtype: torch.dtype) -> list[Tensor]:
         tensors = self.draw(self.shape, torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""kernels: fused operations under one name: a plain reference and a native CPU form. Listed without importing them."""
+"""kernels: fused operations under one name: plain reference, native CPU form, Triton form. Listed without importing them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FACTS: list[Facts] = [
     Facts(
         name="fused-rmsnorm",
         kind="kernel",
-        summary="RMSNorm in one pass forward and two backward, keeping its input and one number a row",
+        summary="RMSNorm and LayerNorm in one pass forward and two backward, keeping their input and one or two numbers a row",
         where="skimp.kernels.fused:rms_norm",
         attacks=("activations",),
         exact=True,
@@ -28,7 +28,7 @@ FACTS: list[Facts] = [
     Facts(
         name="fused-swiglu",
         kind="kernel",
-        summary="silu(gate) * up in one pass each way, keeping gate and up",
+        summary="SwiGLU, GeGLU and GELU in one pass each way, keeping only what goes in",
         where="skimp.kernels.fused:swiglu",
         attacks=("activations",),
         exact=True,
@@ -58,6 +58,7 @@ _WHERE = {
     "Fused": "apply",
     "rotary": "rotary",
     "rotary_reference": "rotary",
+    "kernel": "forms",
     "rms_norm": "fused",
     "rms_norm_reference": "fused",
     "swiglu": "fused",
