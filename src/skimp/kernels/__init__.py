@@ -1,4 +1,4 @@
-"""kernels: fused operations, each as plain reference, native CPU form and Triton form. Listed without importing them."""
+"""kernels: fused operations, each as reference, native CPU form and Triton form. Listed without importing them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FACTS: list[Facts] = [
     Facts(
         name="fused-rmsnorm",
         kind="kernel",
-        summary="RMSNorm and LayerNorm in one pass forward and two backward, keeping the input and a number or two a row",
+        summary="RMSNorm and LayerNorm in one pass forward and two backward, keeping the input and two numbers a row",
         where="skimp.kernels.fused:rms_norm",
         attacks=("activations",),
         exact=True,
