@@ -72,6 +72,7 @@ SWITCHES: dict[str, Switch] = {
         lambda run: min(run.recompute.taken.values()) > 0, {"recompute": tuple(range(BLOCKS)), "keep": "attention"}
     ),
     "chunked-cross-entropy": Switch(lambda run: run.head.chunk == 7, {"loss_chunk": 7}),
+    "chunked-mlp": Switch(lambda run: max(run.mlps.widest.values()) == 7, {"mlp_chunk": 7}),
     "first-order": Switch(lambda run: run.stepper.forwards > 1, {"micro_rows": 2}),
     "step-in-backward": Switch(_listed("step-in-backward"), {"in_backward": True}),
     "packing": Switch(_listed("packing"), overrides=("data.packing=true",), documents=PACKED),

@@ -126,6 +126,11 @@ TECHNIQUES: dict[str, Technique] = {
     "in-backward-recompute": Technique({"in_backward": True, "recompute": tuple(range(BLOCKS))}, base="plain"),
     "plain-kernels": Technique(overrides=("exact.kernels=plain",), base="plain", reordered=True),
     "chunk": Technique({"loss_chunk": 7}, base="plain", reordered=True),
+    "mlp-chunk": Technique({"mlp_chunk": 7}, base="plain", reordered=True),
+    "mlp-chunk-recompute": Technique(
+        {"mlp_chunk": 7, "recompute": (0, 2), "keep": "attention"}, base="plain", reordered=True
+    ),
+    "mlp-chunk-offload": Technique({"mlp_chunk": 50, "offload": (0, 1, 2)}, DISK, base="plain", reordered=True),
     "8-bit": Technique(overrides=("optimizer=adamw8bit",)),
     "8-bit-in-backward": Technique({"in_backward": True}, ("optimizer=adamw8bit",), base="8-bit"),
     "bf16": Technique(overrides=("precision=bf16",)),
@@ -165,6 +170,9 @@ TECHNIQUES: dict[str, Technique] = {
     "lora-dropout-recompute": Technique({"recompute": (0, 2)}, ("adapter={dropout: 0.25}",), base="lora-dropout"),
     "lora-dropout-accumulation": Technique(
         {"micro_rows": 1}, ("adapter={dropout: 0.25}",), base="lora-dropout", reordered=True
+    ),
+    "lora-dropout-mlp-chunk": Technique(
+        {"mlp_chunk": 11, "micro_rows": 1}, ("adapter={dropout: 0.25}",), base="lora-dropout", reordered=True
     ),
     "lora-full": Technique(overrides=("adapter={embeddings: true, head: true}",)),
     "s2ft": Technique(overrides=S2FT),

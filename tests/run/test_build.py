@@ -150,3 +150,9 @@ def test_a_rebuild_that_finds_no_place_leaves_a_run_that_can_be_closed(
         run.rebuild(replace(exact, offload=(0, 1)))
     run.close()
     assert all("forward" not in vars(run.model.get_submodule(name)) for name in run.structure.blocks)
+
+
+def test_compact_gradients_and_chunked_mlps_refuse_each_other() -> None:
+    rule = ("optimizer={name: grass, rank: 4, compact: true}", "train.clip=null")
+    with pytest.raises(ConflictError, match=r"exact\.mlp_chunk=4[\s\S]*first chunk[\s\S]*optimizer\.compact=false"):
+        make("llama", *rule, exact=ExactChoices(2, mlp_chunk=4))

@@ -32,6 +32,21 @@ FACTS: list[Facts] = [
         recipe="exact: {offload: {activations: disk}}",
     ),
     Facts(
+        name="chunked-mlp",
+        kind="saved-tensor policy",
+        summary="a block's MLP runs a few tokens at a time and keeps only its input; its insides are made again",
+        where="skimp.activations.chunked_mlp:ChunkedMLP",
+        attacks=("activations",),
+        exact=True,
+        saves="what an MLP keeps but its input, and all but one chunk of what it makes on the way, forward and "
+        "backward; for one more forward of it, or none where its block is recomputed",
+        paper=Paper(
+            "Mini-Sequence Transformer: Optimizing Intermediate Memory for Long Sequences Training", 2024, "2407.15892"
+        ),
+        needs=("blocks with one MLP module that gives each token a row of its own",),
+        recipe="exact: {mlp_chunk: 1024}",
+    ),
+    Facts(
         name="selective-recompute",
         kind="saved-tensor policy",
         summary="recomputed blocks keep what was dear to make: the attention's output, or that of every matrix product",
@@ -50,6 +65,8 @@ FACTS: list[Facts] = [
 def __getattr__(name: str) -> Any:
     if name in ("Recompute", "Offload"):
         return getattr(import_module(f"skimp.activations.{name.lower()}"), name)
+    if name == "ChunkedMLP":
+        return import_module("skimp.activations.chunked_mlp").ChunkedMLP
     if name == "Kept":
         return import_module("skimp.activations.selective").Kept
     raise AttributeError(f"module 'skimp.activations' has no attribute '{name}'")

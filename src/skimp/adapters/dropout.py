@@ -73,5 +73,8 @@ def dropout_here(p: float, seed: int, module: str, x: Tensor) -> Dropout:
                 "dropout=0.0",
             ],
         )
-    row = x.numel() // max(1, x.shape[0])
-    return Dropout(p, seed, f"{module}.dropout", here.step, here.row * row)
+    if here.tokens is not None:
+        first = (here.row * here.tokens + here.token) * x.shape[-1]
+    else:
+        first = here.row * (x.numel() // max(1, x.shape[0]))
+    return Dropout(p, seed, f"{module}.dropout", here.step, first)

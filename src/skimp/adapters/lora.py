@@ -34,6 +34,7 @@ from skimp.adapters.targets import is_transposed, match
 from skimp.core import noise
 from skimp.core.coded import without_values
 from skimp.core.errors import ConflictError, EffectError
+from skimp.core.position import recording
 from skimp.core.read import read
 from skimp.core.structure import Structure, read_structure
 
@@ -153,7 +154,7 @@ class LoRA(Handle):
             if self.merged:
                 y: Tensor = plain(x)
                 return y
-            dropped = spec.dropout > 0.0 and module.training and torch.is_grad_enabled()
+            dropped = spec.dropout > 0.0 and module.training and recording()
             return lora_linear(
                 x,
                 module.weight,

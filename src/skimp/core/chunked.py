@@ -4,6 +4,11 @@ An MLP of width I keeps about 3 I numbers per token for its backward; here only 
 chunk is run again in backward, at one more forward of the function. Parameter gradients are summed over
 chunks in float32 and returned to autograd once, so hooks, accumulation and sharding see an ordinary gradient.
 
+Where a fused norm made the input, the norm's own input is kept instead, which the norm keeps anyway, and the chunk is
+made again from it (`core.remake`). What is kept is kept *before* the function runs: a recomputed block, whose second
+run ends with the last tensor that it must give back, therefore does not run a function at its end a second time whole
+and a third time in chunks; under recompute the chunks cost nothing.
+
 Source: Mini-Sequence Transformer, arXiv 2407.15892, section 3 (there the gradient was written by hand and
 counted twice; here autograd alone delivers it). Exact.
 """
@@ -18,6 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from skimp.core.errors import SkimpError
+from skimp.core.position import Position, declared_tokens, position
+from skimp.core.remake import Remake, how_made
+from skimp.core.repeat import rounds
 
 
 def chunked(
@@ -27,9 +35,10 @@ def chunked(
 
     Args:
         fn: maps (n, H) to (n, ...) for any n, each row by itself; deterministic (it is run again in backward:
-            no dropout from the global generator). Autocast is as it was when it runs again.
-        x: (..., H). params: every tensor requiring grad that `fn` uses; None: `fn.parameters()` of an
-            nn.Module.
+            no dropout from the global generator; masks addressed by `core.position` are the whole's own). Autocast is
+            as it was when it runs again.
+        x: (..., H); the first dimension of three or more is that of rows.
+        params: every tensor requiring grad that `fn` uses; None: `fn.parameters()` of an nn.Module.
         chunk: tokens per chunk; the last may be smaller.
 
     Returns:
@@ -52,57 +61,101 @@ def chunked(
             )
         params = list(fn.parameters())
     trained = [p for p in params if p.requires_grad]
+    loop = _Loop(fn, chunk, tuple(x.shape))
+    if not (torch.is_grad_enabled() and (x.requires_grad or trained)):
+        y = loop.whole(x.reshape(-1, x.shape[-1]))
+        return y.view(*x.shape[:-1], *y.shape[1:])
+    loop.recorded, made = True, how_made(x)
     flat = x.reshape(-1, x.shape[-1])
-    if torch.is_grad_enabled() and (x.requires_grad or trained):
-        y = _Chunked.apply(fn, chunk, flat, *trained)
+    if flat.requires_grad:
+        flat = _Keep.apply(flat, made)
+        y = _Chunked.apply(loop, None if made is None else made.again.make, flat.grad_fn, flat, *trained)
     else:
-        y = _forward(fn, flat, chunk)
+        y = _Chunked.apply(loop, None, None, flat, *trained)
     return y.view(*x.shape[:-1], *y.shape[1:])
 
 
-def _forward(fn: Callable[[Tensor], Tensor], x: Tensor, chunk: int) -> Tensor:
-    """All chunks into one preallocated output: a cat at the end would hold it twice."""
-    out: Tensor | None = None
-    with torch.no_grad():
-        for start in range(0, max(1, x.shape[0]), chunk):
-            part = fn(x[start : start + chunk])
-            rows = min(chunk, x.shape[0] - start)
-            if part.dim() < 1 or part.shape[0] != rows:
-                raise SkimpError(
-                    "a token-wise function for chunked()",
-                    f"{rows} rows in, output of shape {tuple(part.shape)}",
-                    "each token must give one row, computed from that token alone",
-                    "chunk only the MLP or the head, not a block with attention",
-                )
-            if out is None:
-                out = part.new_empty((x.shape[0], *part.shape[1:]))
-            out[start : start + rows].copy_(part)
-    assert out is not None  # the loop runs at least once
-    return out
+class _Loop:
+    """The function over chunks of (tokens, H), each at its place."""
+
+    def __init__(self, fn: Callable[[Tensor], Tensor], chunk: int, shape: tuple[int, ...]) -> None:
+        self.fn, self.chunk, self.shape = fn, chunk, shape
+        self.tokens = 1
+        for size in shape[:-1]:
+            self.tokens *= size
+        self.place: Position | None = position()
+        self.recorded = False
+
+    def starts(self) -> range:
+        """First token of every chunk; one chunk of none where there is no token."""
+        return range(0, max(1, self.tokens), self.chunk)
+
+    def run(self, x: Tensor, start: int) -> Tensor:
+        """One chunk, knowing which tokens it has: masks are addressed by that."""
+        with declared_tokens(self.place, self.tokens // max(1, self.shape[0]), start, self.recorded):
+            return self.fn(x)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """All chunks into one preallocated output: a cat at the end would hold it twice."""
+        out: Tensor | None = None
+        with torch.no_grad():
+            for start in rounds(self.starts()):
+                part = self.run(x[start : start + self.chunk], start)
+                rows = min(self.chunk, x.shape[0] - start)
+                if part.dim() < 1 or part.shape[0] != rows:
+                    raise SkimpError(
+                        "a token-wise function for chunked()",
+                        f"{rows} rows in, output of shape {tuple(part.shape)}",
+                        "each token must give one row, computed from that token alone",
+                        "chunk only the MLP or the head, not a block with attention",
+                    )
+                if out is None:
+                    out = part.new_empty((x.shape[0], *part.shape[1:]))
+                out[start : start + rows].copy_(part)
+        assert out is not None  # the loop runs at least once
+        return out
+
+
+class _Keep(torch.autograd.Function):
+    """Keeps the input, or what makes it again, before the function runs; its gradient is passed on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, made: Remake | None) -> Tensor:
+        ctx.save_for_backward(*((x,) if made is None else made.inputs))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return dx, None
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, fn: Callable[[Tensor], Tensor], chunk: int, x: Tensor, *params: Tensor) -> Tensor:
-        ctx.fn, ctx.chunk, ctx.autocast = fn, chunk, _autocast_now(x.device.type)
+    def forward(
+        ctx: Any, loop: _Loop, make: Callable[..., Tensor] | None, kept: Any, x: Tensor, *params: Tensor
+    ) -> Tensor:
+        ctx.loop, ctx.make, ctx.autocast = loop, make, _autocast_now(x.device.type)
         # Parameters stay outside the saved tensors: a recomputed region gives those back as other objects,
         # and `fn` uses these very ones. Their versions are checked by hand instead.
         ctx.params, ctx.versions = params, [p._version for p in params]
-        ctx.save_for_backward(x)
-        return _forward(fn, x, chunk)
+        ctx.kept, ctx.dtype = kept, x.dtype
+        if kept is None:
+            ctx.save_for_backward(x)
+        return loop.whole(x)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
+        loop: _Loop = ctx.loop
+        kept = ctx.saved_tensors if ctx.kept is None else ctx.kept.saved_tensors
         params = list(ctx.params)
         _refuse_stale(params, ctx.versions)
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if ctx.needs_input_grad[2] else None
+        dx = upstream.new_empty((loop.tokens, loop.shape[-1]), dtype=ctx.dtype) if ctx.needs_input_grad[3] else None
         sums: list[Tensor | None] = [None] * len(params)
-        for start in range(0, max(1, x.shape[0]), ctx.chunk):
-            stop = start + ctx.chunk
-            part = x[start:stop].detach().requires_grad_(dx is not None)
+        for start in rounds(loop.starts()):
+            stop = start + loop.chunk
+            part = _rows(kept, ctx.make, loop, start, stop).requires_grad_(dx is not None)
             with torch.enable_grad(), ctx.autocast():
-                y = ctx.fn(part)
+                y = loop.run(part, start)
             if start == 0:
                 _refuse_unnamed(y, [part, *params])
             wanted = [*([part] if dx is not None else []), *params]
@@ -116,7 +169,20 @@ class _Chunked(torch.autograd.Function):
             del got, grad
         # Back to the parameter's dtype, which autograd requires: the one rounding of the whole sum.
         given = [None if s is None else s.to(p.dtype) for s, p in zip(sums, params, strict=True)]
-        return (None, None, dx, *given)
+        return (None, None, None, dx, *given)
+
+
+def _rows(kept: Sequence[Tensor], make: Callable[..., Tensor] | None, loop: _Loop, start: int, stop: int) -> Tensor:
+    """One chunk of the input, cut from what was kept or made again from that: what has the input's shape is cut, the
+    rest (a norm's gain) is the same for all tokens."""
+    parts = [
+        t.reshape(-1, t.shape[-1])[start:stop].detach() if make is None or t.shape == loop.shape else t.detach()
+        for t in kept
+    ]
+    if make is None:
+        return parts[0]
+    with torch.no_grad():
+        return make(*parts)
 
 
 def _add(total: Tensor | None, grad: Tensor | None) -> Tensor | None:

@@ -26,6 +26,7 @@ class ExactChoices:
         recompute: indices of the blocks that are run again in backward.
         loss_chunk: tokens whose logits exist at once; None for the head's own rule.
         in_backward: update each parameter inside backward and free its gradient.
+        mlp_chunk: tokens that a block's MLP runs over at once, forward and backward; None for all.
         keep: what the recomputed blocks keep all the same: nothing, the attention's output, or that of every product;
             one word for all of them, or one each, in the order of `recompute`.
         malloc: what the host's allocator does with freed memory (`core.memory.process`); moot on a card.
@@ -43,6 +44,7 @@ class ExactChoices:
     offload_to: Place = "disk"
     states: Residence = "device"
     keep: Keep | tuple[Keep, ...] = "nothing"
+    mlp_chunk: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -67,6 +69,7 @@ class ExactChoices:
             values.get("offload_to", "disk"),
             values.get("states", "device"),
             _keep(values.get("keep", "nothing")),
+            values.get("mlp_chunk"),
         )
 
     def describe(self, blocks: int, rows: int) -> str:
@@ -76,6 +79,7 @@ class ExactChoices:
         parts = [KEPT[w] + (f" in {n}" if len(words) > 1 else "") for w, n in words.items() if w in KEPT]
         kept += f" but {', '.join(parts)}" if parts else ""
         chunk = f", loss in chunks of {self.loss_chunk} tokens" if self.loss_chunk else ""
+        chunk += f", MLPs in chunks of {self.mlp_chunk} tokens" if self.mlp_chunk else ""
         held = "step in backward" if self.in_backward else "gradients held"
         away = f", {len(self.offload)} blocks' activations on {self.offload_to}" if self.offload else ""
         states = "" if self.states == "device" else f", optimizer states on {self.states}"

@@ -94,7 +94,7 @@ def explain(search: MixedSearch, exact: ExactChoices, where: Places) -> tuple[De
             for value in (*faster[::-1], own, *less) if axis.touches != "recomputed" or count else ():
                 if value != chosen:
                     other = search.at(replace(exact, **{axis.name: value}))
-                    yield against(axis.name, _said(chosen), _said(value), other)
+                    yield against(axis.name, _said(axis.name, chosen), _said(axis.name, value), other)
         if search.recipe.exact.in_backward is None and exact.micro_rows == search.recipe.rows_per_step:
             other = search.at(replace(exact, in_backward=not exact.in_backward))
             ours, theirs = str(exact.in_backward).lower(), str(not exact.in_backward).lower()
@@ -120,10 +120,11 @@ def _near(sizes: Sequence[int], size: int) -> list[int]:
     return [sizes[i] for i in (at - 1, at + 1) if 0 <= i < len(sizes)]
 
 
-def _said(value: object) -> str:
+def _said(name: str, value: object) -> str:
     if isinstance(value, tuple):
         return "mixed"
-    return "its own rule" if value is None else str(value)
+    none = "all tokens" if name == "mlp_chunk" else "its own rule"
+    return none if value is None else str(value)
 
 
 def _compared(where: Places, candidate: Candidate) -> int:

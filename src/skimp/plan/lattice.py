@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
+from skimp.activations.chunked_mlp import has_mlp
 from skimp.core.exact import ExactChoices
 from skimp.losses import default_rows
 from skimp.run.build import uses_fused
@@ -23,6 +24,8 @@ from skimp.run.build_checks import adds_up, asks_compact
 Touches = Literal["outside", "recomputed", "all"]
 #: Fewest rows of logits in a chunk: below, each product waits for the weight gradient it reads and writes.
 SMALL_CHUNK = 64
+#: Tokens of an MLP's chunk.
+MLP_CHUNK = 1024
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,19 @@ def keeps(space: Space, root: ExactChoices) -> list[str]:
     return ["attention", "nothing"] if fused else ["products", "attention", "nothing"]
 
 
-AXES: tuple[Axis, ...] = (Axis("loss_chunk", "outside", loss_chunks), Axis("keep", "recomputed", keeps))
+def mlp_chunks(space: Space, root: ExactChoices) -> list[int | None]:
+    """All tokens at once, or 1,024: wide enough for products to run at their rate, and at 16,384 tokens a sixteenth of
+    the MLP's insides. None where the model has no MLP that runs alone, or no more tokens than that."""
+    tokens = root.micro_rows * space.recipe.data.seq_len
+    can = has_mlp(space.config) and not asks_compact(space.recipe)
+    return [None, *([MLP_CHUNK] if can and tokens > MLP_CHUNK else [])]
+
+
+AXES: tuple[Axis, ...] = (
+    Axis("loss_chunk", "outside", loss_chunks),
+    Axis("keep", "recomputed", keeps),
+    Axis("mlp_chunk", "all", mlp_chunks),
+)
 
 
 class Lattice:

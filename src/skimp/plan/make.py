@@ -210,6 +210,7 @@ def _alternative(candidate: Candidate, where: Places, blocks: int, rows: int, mo
         f"exact.micro_batch={exact.micro_rows}",
         *recompute_words(exact),
         *([f"exact.loss_chunk={exact.loss_chunk}"] if exact.loss_chunk else []),
+        *([f"exact.mlp_chunk={exact.mlp_chunk}"] if exact.mlp_chunk else []),
         f"exact.in_backward={str(exact.in_backward).lower()}",
         *([f"exact.malloc={exact.malloc}"] if where.on_cpu else []),
         *offloading.overrides(exact),
@@ -251,6 +252,12 @@ def _notes(
     dropout = dropout_of(config)
     if dropout:
         notes.append("dropout of the config set to 0: " + ", ".join(f"{k}={v:g}" for k, v in dropout.items()))
+    positions = int(config.get("max_position_embeddings") or recipe.data.seq_len)
+    if recipe.data.seq_len > positions:
+        notes.append(
+            f"rows of {recipe.data.seq_len:,} tokens on a model of {positions:,} positions: right in memory and time, "
+            "but the model never saw such angles, and its loss begins high"
+        )
     if recipe.train.clip is None:
         notes.append("no gradient clipping")
     layers = recipe.train.layers

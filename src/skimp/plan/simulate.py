@@ -89,6 +89,8 @@ def simulate(
             if real
             else build(recipe, exact, config, simulate=mode)
         )
+    if blocks is not None and run.adapter is not None:
+        _first_like_the_others(run)
     meter = CostMeter(rates)
     tracker = Tracker(host_rules=target == "cpu", observer=meter, trace=trace)
     batch = _batch(mode, recipe.rows_per_step, recipe, documents)
@@ -163,6 +165,15 @@ def simulate(
     here = int(config[layers_of(config)])
     itemsize = DTYPES[recipe.precision].itemsize
     return sharded(profile, cards, largest_unit(config, profile.parameters, here, itemsize))
+
+
+def _first_like_the_others(run: Run) -> None:
+    """Over a frozen embedding the first block forms no gradient of its input, and holds one tensor less in backward.
+    Where a few blocks stand for many it forms one as they do: planes through one and two blocks are then those of all,
+    and nothing is under."""
+    module = run.model.get_submodule(run.structure.embedding)
+    if not module.weight.requires_grad:
+        module.register_forward_hook(lambda _module, _ids, hidden: hidden.requires_grad_())
 
 
 def _away_seconds(

@@ -129,6 +129,12 @@ class Exact(Section):
     loss_chunk: Whole | None = Field(
         default=None, ge=1, description="Rows of the logits that exist at once in the loss head."
     )
+    mlp_chunk: Whole | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens that a block's MLP runs over at once: its insides are made again in backward, chunk by "
+        "chunk.",
+    )
     in_backward: Flag | None = Field(
         default=None,
         description="Step each parameter as soon as its gradient is final, and free the gradient.",

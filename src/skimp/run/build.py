@@ -1,13 +1,13 @@
 """`build`: a recipe and its exact choices become a `Run`, on real tensors or on simulated ones.
 
-The order is always the same: structure, load, adapters, kernels, recompute, optimizer, gradient delivery. Nothing below
-this function knows whether a step is being simulated or executed.
+The order is always the same: structure, load, adapters, kernels, chunks, recompute, optimizer, gradient delivery.
+Nothing below this function knows whether a step is being simulated or executed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from skimp.activations.chunked_mlp import ChunkedMLP
 from skimp.activations.offload import Offload
 from skimp.activations.recompute import Recompute
 from skimp.adapters.handle import Handle
@@ -26,7 +27,7 @@ from skimp.core.errors import ConflictError, ModelError
 from skimp.core.events import Events
 from skimp.core.exact import ExactChoices
 from skimp.core.gradients import AfterBackward, Delivery, InBackward
-from skimp.core.memory.tracker import Tracker, at, current
+from skimp.core.memory.tracker import Tracker
 from skimp.core.registry import check_together, load
 from skimp.core.structure import TESTED_FAMILIES, Structure, read_structure, trainable
 from skimp.kernels.apply import Fused
@@ -41,6 +42,7 @@ from skimp.run.layers import check_layers, layer_sampler
 from skimp.run.offloaded import offload, states_away
 from skimp.run.restarts import restarts
 from skimp.run.skeleton import materialise, simulate_tensors, skeleton
+from skimp.run.wrapped import chunked_mlps, name_blocks, recomputed
 from skimp.steps.first_order import FirstOrder, StepResult
 from skimp.steps.layer_sampled import LayerSampled
 from skimp.steps.layers import LayerSampler
@@ -61,6 +63,7 @@ class Run:
         optimizer: the update rule.
         delivery: after or in backward.
         stepper: the step.
+        mlps: the chunked MLPs, None without.
         recompute: the wrapped blocks, None without.
         fused: the layers that run fused, None without.
         adapter: the additions that train in the model's place, None without.
@@ -89,6 +92,7 @@ class Run:
     compact: Compact | None = None
     events: Events = field(default_factory=Events)
     notes: list[str] = field(default_factory=list)
+    mlps: ChunkedMLP | None = None
 
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step over a whole step's rows, cut into micro-batches."""
@@ -124,7 +128,7 @@ class Run:
         return iter(self.model.named_parameters())
 
     def rebuild(self, plan: Any) -> None:
-        """Other exact choices on the living run: micro-batch, recompute, loss chunk, delivery of gradients.
+        """Other exact choices on the living run: micro-batch, recompute, chunks, delivery of gradients.
 
         Weights, optimizer states and the number of steps stay where they are; the rows of a step, hence the
         mathematics, stay what the recipe says. The coming steps are bit-equal to those of a run built that way.
@@ -147,7 +151,11 @@ class Run:
             self.offload = None  # the next one may find no place
         if self.recompute is not None:
             self.recompute.remove()
-        self.recompute = _recompute(self.model, self.structure, exact)
+        if exact.mlp_chunk != self.exact.mlp_chunk:
+            if self.mlps is not None:
+                self.mlps.remove()
+            self.mlps = chunked_mlps(self.model, self.structure, exact)
+        self.recompute = recomputed(self.model, self.structure, exact)
         self.offload = offload(self.model, self.structure, exact, self.recipe, self.simulated)
         if exact.states != self.exact.states:
             self.optimizer.keep_states(states_away(exact, self.recipe, self.simulated))
@@ -190,6 +198,8 @@ class Run:
             self.recompute.remove()
         if self.compact is not None:
             self.compact.remove()
+        if self.mlps is not None:
+            self.mlps.remove()
         if self.fused is not None:
             self.fused.remove()
 
@@ -232,7 +242,7 @@ def build(
         fill(model)
         if structure.family not in TESTED_FAMILIES:
             check_path(model, structure)
-    mode = simulate if simulate is not None else _Nothing()
+    mode: Any = simulate if simulate is not None else nullcontext()
     with mode:
         return _assemble(recipe, exact, model, structure, simulate is not None)
 
@@ -250,9 +260,10 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
             "there is nothing to fuse",
             "exact.kernels=null: fused where it can be",
         )
-    recompute = _recompute(model, structure, exact)
+    mlps = chunked_mlps(model, structure, exact)
+    recompute = recomputed(model, structure, exact)
     away = offload(model, structure, exact, recipe, simulated)
-    _name_blocks(model, structure)
+    name_blocks(model, structure)
     named = list(trainable(model))
     optimizer = make_optimizer(recipe, named, model, structure, states_away(exact, recipe, simulated))
     weights = (
@@ -281,18 +292,13 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
     notes: list[str] = []
     again = restarts(recipe, model, optimizer, simulated, notes.append)
     events = Events(*again, *([] if adapter is None else adapter.events(optimizer)))
-    return Run(*built, offload=away, simulated=simulated, layers=layers, compact=compact, events=events, notes=notes)
+    return Run(
+        *built, offload=away, simulated=simulated, layers=layers, mlps=mlps, compact=compact, events=events, notes=notes
+    )
 
 
 def _stepper(head: Head, delivery: Delivery, layers: LayerSampler | None) -> FirstOrder:
     return FirstOrder(head.loss, delivery) if layers is None else LayerSampled(head.loss, delivery, layers)
-
-
-def _recompute(model: nn.Module, structure: Structure, exact: ExactChoices) -> Recompute | None:
-    if not exact.recompute:
-        return None
-    kept = exact.kept()
-    return Recompute(model, [structure.blocks[i] for i in kept], keep=tuple(kept.values()))
 
 
 def _delivery(
@@ -342,6 +348,7 @@ def techniques(recipe: Any, exact: ExactChoices) -> list[str]:
     names += [recipe.train.layers.name] if recipe.train.layers is not None else []
     names += ["recompute"] if exact.recompute else []
     names += ["selective-recompute"] if {*exact.kept().values()} - {"nothing"} else []
+    names += ["chunked-mlp"] if exact.mlp_chunk is not None else []
     names += ["step-in-backward"] if exact.in_backward else []
     names += ["activation-offload"] if exact.offload else []
     names += ["state-offload"] if exact.states != "device" else []
@@ -372,23 +379,3 @@ def make_optimizer(
         for _, parameter in named:
             optimizer.init_state(parameter)
     return optimizer
-
-
-def _name_blocks(model: nn.Module, structure: Structure) -> None:
-    """Tell the tracker which block is at work, forward and backward, so that a peak has an address."""
-
-    def after(index: int, output: Any) -> None:
-        hidden = output if isinstance(output, Tensor) else output[0]
-        if current() is not None and hidden.requires_grad:
-            hidden.register_hook(lambda _: at(f"block {index}"))
-
-    for index, name in enumerate(structure.blocks):
-        module = model.get_submodule(name)
-        module.register_forward_pre_hook(lambda *_, index=index: at(f"block {index}"))
-        module.register_forward_hook(lambda _m, _i, output, index=index: after(index, output))
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: Any) -> None: ...

@@ -67,6 +67,14 @@ def check_exact(exact: ExactChoices, recipe: Any) -> None:
             "a new basis is of the first micro-batch then, and not of the step's whole gradient",
             [f"exact.micro_batch={exact.micro_rows}, knowingly", f"exact.micro_batch={rows}"],
         )
+    if asks_compact(recipe) and exact.mlp_chunk is not None:
+        raise ConflictError(
+            f"exact.mlp_chunk={exact.mlp_chunk}",
+            f"optimizer.compact=true with {recipe.optimizer.name}",
+            "a layer hands its gradient's factors on as soon as it has them: a new basis would be of the first chunk's "
+            "tokens, and a step in backward would move the weight before the second",
+            ["exact.mlp_chunk=null", "optimizer.compact=false"],
+        )
     if exact.in_backward and exact.micro_rows < rows and adds_up(recipe):
         if recipe.train.clip is not None:
             raise ConflictError(

@@ -63,6 +63,7 @@ class Effect:
         if run.exact.recompute:
             _recomputed(run, forwards)
         _offloaded(run, forwards)
+        _chunked(run, forwards)
         if run.fused is not None and run.recipe.exact.kernels == "fused":
             run.fused.assert_effect()
         if run.exact.in_backward and self._outlived:
@@ -131,6 +132,15 @@ def _recomputed(run: Run, forwards: int) -> None:
     if run.recompute.keep != asked:
         raise EffectError(f"recomputed blocks that keep {sorted({*asked.values()})}", "they keep other results")
     run.recompute.assert_effect(forwards, None if run.layers is None else run.layers.in_backward)
+
+
+def _chunked(run: Run, forwards: int) -> None:
+    chunk = run.exact.mlp_chunk
+    if chunk is None:
+        return
+    if run.mlps is None or run.mlps.chunk != chunk:
+        raise EffectError(f"MLPs in chunks of {chunk} tokens", "they are not wrapped")
+    run.mlps.assert_effect(forwards)
 
 
 def _offloaded(run: Run, forwards: int) -> None:
