@@ -1,22 +1,27 @@
-"""One optimizer step on every tensor of SmolLM2-135M, against torch, bitsandbytes and torchao, on this CPU.
+"""One optimizer step on the tensors of SmolLM2-135M, against torch, bitsandbytes and torchao, on this CPU.
 
-    python benchmarks/optim_step.py             # about three minutes on two slow cores
-    python benchmarks/optim_step.py --share 8   # an eighth of the layers: a smoke test
+    python benchmarks/optim_step.py             # a quarter of the layers and of the table: about four minutes
+    python benchmarks/optim_step.py --share 1   # all of them
 
 Shapes and gradients are the model's own (random numbers of each shape; a step's time does not hang on their values).
 Every row is the median of `--repeat` steps after two that are not counted; a peer that is not installed is left out and
-named. The error of the states is that of the move they give, against float32 moments over the same ten gradients. Exit
-code 1 when a ratio is missed.
+named. torchao compiles before its first step: it runs in a process of its own, which is given `--patience` seconds. The
+error of the states is that of the move they give, against float32 moments over the same ten gradients. Exit code 1 when
+a ratio is missed.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,11 +76,18 @@ def makers() -> dict[str, tuple[Callable[[list[nn.Parameter]], Any], bool]]:
     bitsandbytes = optional("bitsandbytes")
     if bitsandbytes is not None:
         found["bitsandbytes 8-bit"] = (lambda ps: bitsandbytes.optim.AdamW8bit(ps, **OPTIONS), False)
-    torchao = optional("torchao.optim")
-    if torchao is not None:
-        found["torchao 8-bit"] = (lambda ps: torchao.AdamW8bit(ps, **OPTIONS), False)
-        found["torchao 4-bit"] = (lambda ps: torchao.AdamW4bit(ps, **OPTIONS), False)
     return found
+
+
+def torchao_makers() -> dict[str, tuple[Callable[[list[nn.Parameter]], Any], bool]]:
+    """The same for torchao's rules; none where it is not installed."""
+    torchao = optional("torchao.optim")
+    if torchao is None:
+        return {}
+    return {
+        "torchao 8-bit": (lambda ps: torchao.AdamW8bit(ps, **OPTIONS), False),
+        "torchao 4-bit": (lambda ps: torchao.AdamW4bit(ps, **OPTIONS), False),
+    }
 
 
 def optional(module: str) -> Any:
@@ -147,31 +159,68 @@ def orthogonalisation(share: int, repeat: int) -> dict[str, float]:
     }
 
 
+def row(name: str, make: Callable[[list[nn.Parameter]], Any], slow: bool, args: argparse.Namespace) -> dict[str, Any]:
+    """One line of the table: seconds a step, bytes of state a number, error of a move."""
+    ps = parameters(shapes(args.share))
+    optimizer = make(ps)
+    begin = time.perf_counter()
+    if "torchao" in name:
+        optimizer.step()  # compiles
+    compiling = time.perf_counter() - begin
+    with reference_only() if slow else nullcontext():
+        took = seconds(optimizer.step, 1 if slow else args.repeat)
+    numbers = sum(p.numel() for p in ps)
+    found = {"name": name, "seconds": took, "bytes": state_bytes(optimizer) / numbers, "ns": 1e9 * took / numbers}
+    found["error"] = error(make) if "bit" in name and not slow and "torchao" not in name else None
+    found["compiling"] = compiling if "torchao" in name else 0.0
+    print(found, file=sys.stderr, flush=True)
+    return found
+
+
+def torchao_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """torchao's rows, each from a process of its own; one that does not end in time is left out and named."""
+    rows = []
+    for name in torchao_makers():
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "row.json"
+            argv = [sys.executable, __file__, "--only", name, "--share", str(args.share), "--json", str(out)]
+            try:
+                subprocess.run(argv, timeout=args.patience, check=True, stdout=subprocess.DEVNULL)
+                rows.append(json.loads(out.read_text(encoding="utf-8")))
+            except subprocess.TimeoutExpired:
+                print(f"left out: {name} had not compiled and stepped after {args.patience:.0f} s (--patience)")
+            except (subprocess.CalledProcessError, OSError, ValueError) as failure:
+                print(f"left out: {name} ({failure})")
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--share", type=int, default=1, help="one in so many layers and rows of the table")
+    parser.add_argument("--share", type=int, default=4, help="one in so many layers and rows of the table")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--muon", type=int, default=30, help="one in so many layers for the orthogonalisation")
     parser.add_argument("--without", default="", help="leave out rows whose name begins so, such as torchao")
+    parser.add_argument("--patience", type=float, default=120.0, help="seconds for each of torchao's processes")
+    parser.add_argument("--only", default="", help="one of torchao's rows, written to --json")
     parser.add_argument("--json", help="write the figures here as well")
     args = parser.parse_args()
-    sizes, lines, found = shapes(args.share), [], {}
+    if args.only:
+        measure.write_json(args.json, row(args.only, *torchao_makers()[args.only], args))
+        return
     times = orthogonalisation(args.muon, args.repeat)
     print(times, file=sys.stderr, flush=True)
-    for name, (make, slow) in makers().items():
-        if args.without and name.startswith(args.without):
-            continue
-        ps = parameters(sizes)
-        optimizer = make(ps)
-        with reference_only() if slow else nullcontext():
-            found[name] = seconds(optimizer.step, 1 if slow or "torchao" in name else args.repeat)
-        size = state_bytes(optimizer) / sum(p.numel() for p in ps)
-        off = "" if slow or "bit" not in name else f"{error(make):.3f}"
-        lines.append([name, f"{found[name]:.3f} s", f"{size:.2f}", off])
-        print(*lines[-1], file=sys.stderr, flush=True)
-        del optimizer, ps
+    wanted = {n: of for n, of in makers().items() if not (args.without and n.startswith(args.without))}
+    rows = [row(name, *of, args) for name, of in wanted.items()]
+    rows += torchao_rows(args) if not "torchao".startswith(args.without or "-") else []
+    found = {r["name"]: r["seconds"] for r in rows}
+    sizes = shapes(args.share)
+    lines = [
+        [r["name"], f"{r['seconds']:.3f} s", f"{r['ns']:.2f}", f"{r['bytes']:.2f}",
+         "" if r["error"] is None else f"{r['error']:.3f}", f"{r['compiling']:.0f} s" if r["compiling"] else ""]
+        for r in rows
+    ]  # fmt: skip
     print(f"{sum(torch.Size(s).numel() for s in sizes):,} numbers in {len(sizes)} tensors\n{measure.machine()}\n")
-    print(measure.table(["one step", "time", "state bytes each", "error of a move"], lines))
+    print(measure.table(["one step", "time", "ns a number", "state bytes", "error of a move", "compiling"], lines))
     print(measure.table(["orthogonalisation", "time"], [[n, f"{t:.3f} s"] for n, t in times.items()]))
     claims = [("AdamW, of torch's fused", found["skimp AdamW"] / found["torch AdamW, fused"], "<=", 1.05)]
     peers = [t for n, t in found.items() if n.startswith(("bitsandbytes", "torchao"))]

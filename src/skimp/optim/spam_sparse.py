@@ -42,7 +42,8 @@ class Places:
         low.mul_(total).floor_divide_(runs)
         high.mul_(total).floor_divide_(runs).sub_(low)
         blocks = (n + 3) // 4
-        words = fill_words_(self.words[:blocks], self.scratch[:, :blocks], key, period, start // 4)[:n]
+        fill_words_(self.words[:blocks], self.scratch[:, :blocks], key, period, start // 4)
+        words = self.words.view(-1)[:n]
         return low.add_(words.mul_(high).bitwise_right_shift_(32))
 
 

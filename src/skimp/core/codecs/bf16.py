@@ -63,7 +63,8 @@ def _stochastic_round(x: Tensor, key: int, stream: int, offset: int) -> Tensor:
     for start in range(0, x.numel(), CHUNK):
         n = min(CHUNK, x.numel() - start)
         used = (n + head + 3) // 4  # CHUNK % 4 == 0, so the head is the same in every chunk
-        numbers = fill_words_(words[:used], scratch[:, :used], key, stream, (offset + start) // 4)
+        fill_words_(words[:used], scratch[:, :used], key, stream, (offset + start) // 4)
+        numbers = words[:used].view(-1)
         values[:n].copy_(source[start : start + n])
         torch.ne(values[:n], values[:n], out=nans[:n])
         noise[:n].copy_(numbers.bitwise_right_shift_(16)[head : head + n])
