@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from contract_rows import BLOCKS, DISK, FAMILY, PACKED, RULES, Technique, batch_of, make_run, state_tensors
 
+from skimp.core.coded_linear import coded_layers
 from skimp.core.registry import alternatives, conflict_of, load, methods
 from skimp.run.build import Run, techniques
 from skimp.run.effect import Effect
@@ -34,6 +35,10 @@ def _listed(name: str) -> Callable[[Run], bool]:
 
 def _resting(name: str) -> Callable[[Run], bool]:
     return lambda run: _listed(name)(run) and sum(not p.requires_grad for _, p in run.parameters()) > 0
+
+
+def _coded(name: str) -> Callable[[Run], bool]:
+    return lambda run: {module.codec.name for _, module in coded_layers(run.model)} == {name}
 
 
 def _stores(dtype: torch.dtype) -> Callable[[Run], bool]:
@@ -89,6 +94,8 @@ SWITCHES: dict[str, Switch] = {
     "s2ft": Switch(lambda run: bool(run.adapter.slices), overrides=("adapter={name: s2ft, v: 0.5, o: 0.5, d: 0.9}",)),
 }
 
+CODECS = ("nf4", "int8", "int4")
+SWITCHES |= {name: Switch(_coded(name), overrides=(f"model.weights={name}", "adapter={r: 4}")) for name in CODECS}
 SWITCHES |= {name: Switch(_rule(name), overrides=(f"optimizer={name}",)) for name in RULES}
 SWITCHES |= {name: Switch(_rule(name), overrides=(override,)) for name, override in FAMILY.items()}
 
@@ -109,6 +116,12 @@ BESIDE |= {
 }
 #: Additions of rank 4 have two dimensions of 4 × 48: a basis of them has two directions at most.
 BESIDE |= {frozenset((name, "lora")): Technique(overrides=("optimizer.rank=1",)) for name in FAMILY}
+#: A coded base has an adapter beside it, which needs the same.
+BESIDE |= {
+    frozenset((name, other)): BESIDE[frozenset(("lora", other))]
+    for name in CODECS
+    for other in ("state-offload", "dynamic8", "block4", *FAMILY)
+}
 
 #: Pairs whose both sides no recipe key switches on together; a plain loop does.
 IN_A_LOOP: dict[frozenset[str], dict[str, Any]] = {frozenset(("adamw-bf16", "float32")): {"states": "fp32"}}

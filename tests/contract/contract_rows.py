@@ -109,6 +109,7 @@ DISK = (f"exact.offload.folder={scratch()}",)
 LISA = ("train.layers={name: lisa, active: 2, every: 20}", "train.seed=2")
 LISA_BLOCKS = ("train.layers={name: lisa, active: 2, every: 20, embeddings: false, head: false}",)
 S2FT = ("adapter={name: s2ft, v: 0.5, o: 0.25, u: 0.05, d: 0.1}",)
+QLORA = ("model.weights=nf4", "adapter=lora")
 OWLORE = ("train.layers={name: owlore, active: 2, threshold: 4}", "train.seed=2")
 
 TECHNIQUES: dict[str, Technique] = {
@@ -174,6 +175,17 @@ TECHNIQUES: dict[str, Technique] = {
     "lora-dropout-mlp-chunk": Technique(
         {"mlp_chunk": 11, "micro_rows": 1}, ("adapter={dropout: 0.25}",), base="lora-dropout", reordered=True
     ),
+    "qlora": Technique(overrides=QLORA),
+    "qlora-recompute": Technique({"recompute": tuple(range(BLOCKS))}, QLORA, base="qlora"),
+    "qlora-in-backward": Technique({"in_backward": True}, QLORA, base="qlora"),
+    "qlora-accumulation": Technique({"micro_rows": 1}, QLORA, base="qlora", reordered=True),
+    "qlora-bf16": Technique(overrides=(*QLORA, "precision=bf16")),
+    "qlora-bf16-mixed": Technique(overrides=(*QLORA, "precision=bf16-mixed")),
+    "qlora-some": Technique(
+        overrides=("model.weights={name: nf4, double_quant: false}", "adapter={targets: '.*(q_proj|v_proj|c_attn)'}")
+    ),
+    "int8-lora": Technique(overrides=("model.weights=int8", "adapter=lora")),
+    "int4-lora": Technique(overrides=("model.weights={name: int4, symmetric: false}", "adapter=lora")),
     "lora-full": Technique(overrides=("adapter={embeddings: true, head: true}",)),
     "s2ft": Technique(overrides=S2FT),
     "s2ft-permuted": Technique(overrides=("adapter={name: s2ft, v: 0.5, o: 0.25, u: 0.05, d: 0.1, permute: true}",)),

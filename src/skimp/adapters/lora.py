@@ -33,6 +33,7 @@ from skimp.adapters.spec import ALL_LINEAR, Spec
 from skimp.adapters.targets import is_transposed, match
 from skimp.core import noise
 from skimp.core.coded import without_values
+from skimp.core.coded_model import refuse_coded
 from skimp.core.errors import ConflictError, EffectError
 from skimp.core.position import recording
 from skimp.core.read import read
@@ -228,6 +229,7 @@ class LoRA(Handle):
         """
         if self.merged:
             raise ConflictError("merge", "merged already", instead="unmerge first")
+        refuse_coded(self.model, self.modules)
         before = None if probe is None else probe().float()
         self._kept = {} if keep else None
         change = gap = 0.0

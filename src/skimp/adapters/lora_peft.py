@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from skimp.adapters.merge import A, B
-from skimp.adapters.targets import is_transposed, linear_layers
+from skimp.core.coded_model import linear_layers, stored_transposed
 
 if TYPE_CHECKING:
     from skimp.adapters.lora import LoRA
@@ -43,7 +43,7 @@ def config_of(lora: LoRA, base_name: str) -> dict[str, Any]:
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
         "bias": "none",
-        "fan_in_fan_out": any(is_transposed(lora.module(name)) for name in lora.modules),
+        "fan_in_fan_out": any(stored_transposed(lora.module(name)) for name in lora.modules),
         # True draws A and zeroes B before the saved tensors are read; a name such as pissa would change the base.
         "init_lora_weights": True,
         "inference_mode": True,

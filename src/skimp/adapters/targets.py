@@ -12,27 +12,15 @@ from collections.abc import Sequence
 from torch import nn
 
 from skimp.adapters.spec import ALL_LINEAR
-from skimp.core.coded_linear import CodedLinear
+from skimp.core.coded_model import is_transposed, linear_layers
 from skimp.core.errors import SkimpError, did_you_mean
 from skimp.core.structure import Structure
+
+__all__ = ["TargetError", "is_transposed", "linear_layers", "match"]
 
 
 class TargetError(SkimpError):
     """Targets that match nothing, or only in part, or what is no linear layer."""
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether the layer stores (inputs, outputs), as transformers' Conv1D of GPT-2 does."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-
-
-def linear_layers(model: nn.Module, structure: Structure) -> dict[str, nn.Module]:
-    """Every linear layer but the head, by full name, in the model's order."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if (isinstance(module, (nn.Linear, CodedLinear)) or is_transposed(module)) and name != structure.head
-    }
 
 
 def match(model: nn.Module, structure: Structure, targets: str | Sequence[str]) -> dict[str, str]:

@@ -47,7 +47,7 @@ def export_adapter(found: Found, target: Path, *, force: bool = False) -> dict[s
     size = sum(t.nbytes for _, t in adapter.named_state())
     base = str(found.recipe.model.name) if found.recipe is not None else ""
     with aside(target, 2 * size + (8 << 20)) as folder:
-        write_peft(folder, adapter, base_name=base, base=stored.expected)
+        write_peft(folder, adapter, base_name=base, base=stored.expected, codec=stored.codec)
         for name in (TENSORS, CONFIG):
             fsync_folder(folder / name)  # a file is synced as a folder is
         write_file(folder / "README.md", adapter_card(found, base, target).encode())

@@ -29,6 +29,8 @@ from skimp.core.structure import Structure
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 #: In the safetensors header: the fingerprint of the base the adapter was trained on, and the dtype it was taken in.
 BASE_KEY = "skimp_base"
+#: There too, where the base was kept in a codec while the adapter was trained: what rebuilds the codec, as JSON.
+CODEC_KEY = "skimp_base_codec"
 #: Initialisations that change the base: such an adapter is no addition to the original weights.
 MOVED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 #: Keys of adapter_config.json that make it something else than a plain low-rank addition.
@@ -38,7 +40,7 @@ OTHER_KINDS = (
 )  # fmt: skip
 
 
-def write_peft(folder: Path, adapter: Handle, *, base_name: str, base: str = "") -> dict[str, Any]:
+def write_peft(folder: Path, adapter: Handle, *, base_name: str, base: str = "", codec: Any = None) -> dict[str, Any]:
     """Write an adapter for `PeftModel.from_pretrained(base, folder)`.
 
     Args:
@@ -46,6 +48,7 @@ def write_peft(folder: Path, adapter: Handle, *, base_name: str, base: str = "")
         adapter: attached, not merged.
         base_name: what PEFT shall load as the base: a Hub id or folder.
         base: the base's fingerprint (`run.base`), kept in the file's header; another base is refused on import.
+        codec: what the base was kept in, kept there too.
 
     Returns:
         The content of adapter_config.json.
@@ -63,7 +66,9 @@ def write_peft(folder: Path, adapter: Handle, *, base_name: str, base: str = "")
     dtype = str(adapter.module(adapter.structure.embedding).weight.dtype).removeprefix("torch.")
     folder.mkdir(parents=True, exist_ok=True)
     # The configuration last: it is what makes the folder an adapter.
-    save_file(tensors, folder / TENSORS, {"format": "pt", **({BASE_KEY: f"{base} {dtype}"} if base else {})})
+    header = {"format": "pt", **({BASE_KEY: f"{base} {dtype}"} if base else {})}
+    header |= {} if codec is None else {CODEC_KEY: json.dumps(codec.meta())}
+    save_file(tensors, folder / TENSORS, header)
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return config
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skimp.core.coded_linear import CodedLinear
 from skimp.core.errors import EffectError
 from skimp.kernels.fused import rms_norm, swiglu
 from skimp.kernels.gelu import geglu, gelu
@@ -168,7 +169,7 @@ def _gelu(module: Any) -> bool | None:
 def _gate(module: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
     """The kernel of a gated MLP; None for any other module."""
     parts = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
-    if not all(isinstance(part, nn.Linear) for part in parts):
+    if not all(isinstance(part, (nn.Linear, CodedLinear)) for part in parts):
         return None
     activation = getattr(module, "act_fn", None)
     if type(activation).__name__ in ("SiLU", "SiLUActivation"):

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from skimp.core import attention
 from skimp.core.batch import Batch
+from skimp.core.coded_model import largest_coded, parameter_count
 from skimp.core.exact import ExactChoices, Place
 from skimp.core.lean import lean_imports
 from skimp.core.memory.remembered import Remembering
@@ -128,8 +129,10 @@ def simulate(
     rule = run.optimizer
     states = {p: rule.bytes_of(p) for p in rule.parameters() if p in rule.state}  # what rests has none
     beside = [size for p, size in states.items() if rule.away is None or not rule.away.holds(rule.name_of(p))]
+    # Of a coded layer there are the weight as the file has it and as it is computed in, and new parts.
+    one = max(9 * largest_coded(run.model), *(p.numel() * 4 for _, p in run.parameters()))
+    phases["load"] = resting["weights"] + one
     # A checkpoint is written tensor by tensor through one 4 MiB buffer, and so are states that live elsewhere.
-    phases["load"] = resting["weights"] + max(p.numel() * 4 for _, p in run.parameters())
     phases["save"] = rest + (4 << 20) * (1 if rule.away is None else 2)
     # It is read with one parameter's states beside those they are read into; those that live elsewhere go there.
     phases["resume"] = phases["save"] + max(beside, default=0)
@@ -151,7 +154,7 @@ def simulate(
         places,
         seconds,
         flops,
-        sum(p.numel() for _, p in run.parameters()),
+        parameter_count(run.model),
         sum(p.numel() for p in trained.values()),
         sum(p.nbytes for _, p in kept) + sum(states.values()),
         {place: _by_category(found) for place, (found, _) in shares.items()},

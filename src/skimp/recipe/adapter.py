@@ -10,8 +10,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from skimp.core.errors import SkimpError, did_you_mean
 from skimp.core.registry import Facts, facts
-from skimp.recipe.fields import Flag, Number, Section, Whole, Words, refuse
-from skimp.recipe.model import or_text
+from skimp.recipe.fields import Flag, Number, Section, Whole, Words, or_text, refuse
 from skimp.recipe.problem import Problem
 
 ALL_LINEAR = "all-linear"

@@ -29,6 +29,7 @@ def contradictions(recipe: Recipe) -> list[Problem]:
         *_method(recipe),
         *_compact(recipe),
         *_adapter(recipe),
+        *_weights(recipe),
         *_layers(recipe),
         *_restart(recipe),
     ]
@@ -276,6 +277,18 @@ def _adapter(recipe: Recipe) -> Iterator[Problem]:
             "A and B are float32 and this matrix is bfloat16: one of adamw's two forms takes the first, the other the "
             "second",
             ("optimizer=adamw8bit: it takes both", "precision=bf16-mixed"),
+        )
+
+
+def _weights(recipe: Recipe) -> Iterator[Problem]:
+    kept = recipe.model.weights
+    if kept is not None and recipe.adapter is None:
+        yield Problem(
+            "model.weights",
+            "an adapter beside it",
+            f"{kept.name} and adapter null",
+            "packed weights are frozen, so nothing would train",
+            ("adapter=lora: small additions train beside them", "model.weights=null: the model itself trains"),
         )
 
 

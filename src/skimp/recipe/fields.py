@@ -92,3 +92,9 @@ Whole = Annotated[int, BeforeValidator(whole)]
 Flag = Annotated[bool, BeforeValidator(flag)]
 Words = Annotated[str, BeforeValidator(words)]
 Size = Annotated[int, BeforeValidator(size), WithJsonSchema({"type": ["string", "integer"]})]
+
+
+def or_text(schema: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema of a section that may also be written as one word."""
+    keep: dict[str, Any] = {key: schema[key] for key in ("title", "description") if key in schema}
+    return {**keep, "anyOf": [{"type": "string"}, schema]}

@@ -7,8 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from skimp.recipe.fields import Flag, Number, Section, Whole, Words
-from skimp.recipe.model import or_text
+from skimp.recipe.fields import Flag, Number, Section, Whole, Words, or_text
 
 #: What a way is published with, where a recipe says nothing: LISA's trainer and OwLore's scripts; BAdam freezes what
 #: lies outside the blocks.

@@ -19,7 +19,7 @@ from skimp.recipe.schema import Recipe
 
 #: Sections that may be written as one word, and the key that word is: an override below them opens the word
 #: up.
-ONE_WORD = {"model": "name", "optimizer": "name", "adapter": "name"}
+ONE_WORD = {"model": "name", "optimizer": "name", "adapter": "name", "model.weights": "name"}
 
 
 def load_recipe(source: str | PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:

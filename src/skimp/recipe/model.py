@@ -7,7 +7,8 @@ from typing import Any, Literal
 from pydantic import Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
-from skimp.recipe.fields import Section, Whole, Words
+from skimp.recipe.fields import Section, Whole, Words, or_text
+from skimp.recipe.weights import Weights
 
 
 class Model(Section):
@@ -34,6 +35,11 @@ class Model(Section):
         "models only).",
     )
     seed: Whole = Field(default=0, ge=0, description="Seed of randomly drawn weights.")
+    weights: Weights | None = Field(
+        default=None,
+        description="Keep the frozen linear layers below the head in this codec (nf4, int8, int4); needs an adapter. "
+        "null keeps them in the precision.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -43,9 +49,3 @@ class Model(Section):
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return or_text(handler.resolve_ref_schema(handler(schema)))
-
-
-def or_text(schema: dict[str, Any]) -> dict[str, Any]:
-    """The JSON schema of a section that may also be written as one word."""
-    keep: dict[str, Any] = {key: schema[key] for key in ("title", "description") if key in schema}
-    return {**keep, "anyOf": [{"type": "string"}, schema]}

@@ -10,8 +10,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from skimp.core.errors import SkimpError, did_you_mean
 from skimp.core.option import Option
 from skimp.core.registry import facts
-from skimp.recipe.fields import Number, Section, Words
-from skimp.recipe.model import or_text
+from skimp.recipe.fields import Number, Section, Words, or_text
 from skimp.recipe.problem import Problem
 
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skimp.adapters.targets import is_transposed
-from skimp.core.errors import CheckpointError
+from skimp.core.coded_model import is_transposed, linear_layers
+from skimp.core.errors import CheckpointError, ConflictError
 from skimp.core.registry import load
+from skimp.core.structure import read_structure
 from skimp.run.adapt import merging_of
 from skimp.run.base import checksum, line
 from skimp.run.skeleton import skeleton
@@ -37,6 +38,8 @@ class AdaptedTensors:
         get: one of them by name.
         expected: fingerprint of the base the adapter was trained on; "" where it is not known.
         close: closes what `get` reads from.
+        codec: what the base's linear layers were kept in while the adapter was trained; they are read as they were
+            seen then, decoded, unless `codec` is set to None: then the adapter goes onto the original weights.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class AdaptedTensors:
         get: Callable[[str], Tensor],
         expected: str = "",
         close: Callable[[], None] = lambda: None,
+        codec: Any = None,
     ) -> None:
         self.base, self.dtype, self.meta, self.expected = base, dtype, meta, expected
         self._names, self.get, self._close = frozenset(names), get, close
@@ -58,6 +62,9 @@ class AdaptedTensors:
         self._model = skeleton(config, dtype)
         targets: dict[str, Any] = dict(self._model.named_parameters(remove_duplicate=False))
         self._owner = owners(self._model)
+        self.codec = codec
+        layers = {} if codec is None else linear_layers(self._model, read_structure(self._model))
+        self._coded = {f"{name}.weight": module for name, module in layers.items()}
         self._written: dict[str, str] = {}
         for known, written in names_for(base, targets).items():
             if known == self._owner[known] or self._owner[known] not in self._written:
@@ -73,6 +80,19 @@ class AdaptedTensors:
         """By the name in the model, tied tensors once."""
         return self._specs
 
+    def onto(self, which: str) -> None:
+        """Which weights the adapter goes on: "dequantised", those that training saw, or "original", those before.
+
+        Raises:
+            ConflictError: "original" of a base that was never coded.
+        """
+        if which == "original" and self.codec is None:
+            raise ConflictError(
+                "--onto original", "a base that was trained on as it is", "there is no other", "leave --onto out"
+            )
+        if which == "original":
+            self.codec = None
+
     def read(self, name: str) -> Tensor:
         """The base's tensor, replaced by what was trained in full, changed by what the adapter is."""
         value = self.base.read(self._written[name]).to(self.dtype)
@@ -81,11 +101,20 @@ class AdaptedTensors:
         trained = next((n for n in self._names if self._owner.get(n) == name), None)
         if trained is not None:
             value = self.get(trained)
+        elif self.codec is not None and name in self._coded:
+            value = self._decoded(name, value)
         if self.merging is None or name not in self._changed:
-            return value
+            return value.to(self._specs[name].dtype)
         transposed = is_transposed(self._model.get_submodule(name.rpartition(".")[0]))
         with torch.no_grad():
             return self.merging.apply(name, value.to(torch.float32, copy=True), transposed)
+
+    def _decoded(self, name: str, value: Tensor) -> Tensor:
+        """What training saw of a coded weight: in float32, or as rounded to the dtype that was computed in."""
+        turned = is_transposed(self._coded[name])
+        rows = value.t() if turned else value
+        seen: Tensor = self.codec.decode(self.codec.encode(rows), rows.shape, self.dtype)
+        return (seen.t() if turned else seen).contiguous()
 
     def read_into(self, name: str, target: Tensor) -> None:
         target.copy_(self.read(name))

@@ -23,6 +23,7 @@ from skimp.adapters.handle import Handle
 from skimp.core import attention
 from skimp.core.away import Away
 from skimp.core.batch import Batch
+from skimp.core.coded_model import encode_model
 from skimp.core.errors import ConflictError, ModelError
 from skimp.core.events import Events
 from skimp.core.exact import ExactChoices
@@ -37,6 +38,7 @@ from skimp.optim.groups import decay_groups, role_groups
 from skimp.optim.role import roles
 from skimp.run.adapt import adapt
 from skimp.run.build_checks import asks_compact, check_blocks, check_exact, check_path, check_positions
+from skimp.run.coded_base import weight_codec
 from skimp.run.head import Head
 from skimp.run.layers import check_layers, layer_sampler
 from skimp.run.offloaded import offload, states_away
@@ -233,6 +235,9 @@ def build(
     check_positions(recipe, structure)
     check_layers(recipe, structure)
     check_blocks(exact, structure)
+    codec = weight_codec(recipe)
+    if codec is not None:
+        encode_model(model, structure, codec)
     if simulate is not None:
         simulate_tensors(model, dtype, simulate)
     else:
@@ -344,6 +349,7 @@ def techniques(recipe: Any, exact: ExactChoices) -> list[str]:
     names = [rule_name(recipe), "first-order", "chunked-cross-entropy"]
     names += [recipe.adapter.name] if recipe.adapter is not None else []
     names += ["momentum-reset"] if recipe.train.restart is not None else []
+    names += [recipe.model.weights.name] if recipe.model.weights is not None else []
     names += ["packing"] if recipe.data.packing else []
     names += [recipe.train.layers.name] if recipe.train.layers is not None else []
     names += ["recompute"] if exact.recompute else []

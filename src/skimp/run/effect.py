@@ -10,10 +10,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from skimp.core.coded_model import assert_coded
 from skimp.core.errors import EffectError
 from skimp.core.gradients import on_gradient
 from skimp.core.read import read
 from skimp.run.build import Run
+from skimp.run.coded_base import weight_codec
 
 #: Numbers of each parameter that are remembered: small enough to cost nothing, enough to see it move.
 SAMPLE = 64
@@ -79,6 +81,9 @@ class Effect:
         after = {name: _sample(p) for name, p in run.delivery.parameters.items()}
         _states(run)
         run.optimizer.assert_effect(self._before, after)
+        codec = weight_codec(run.recipe)
+        if codec is not None:
+            assert_coded(run.model, run.structure, codec)
         if run.adapter is not None:
             run.adapter.assert_effect(self._before, after)
         if run.layers is not None:

@@ -6,6 +6,7 @@ evaluates, generates or exports begins here.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from skimp.core.codecs import from_meta
 from skimp.core.errors import CheckpointError, ModelError, SkimpError
 from skimp.core.structure import Structure, read_structure
 from skimp.run.adapt import put_back
@@ -20,6 +22,7 @@ from skimp.run.adapted import AdaptedTensors
 from skimp.run.build import DTYPES
 from skimp.run.checkpoint_folder import STATE, best_checkpoint, complete_steps, latest, step_name
 from skimp.run.checkpoint_read import Checkpoint
+from skimp.run.coded_base import weight_codec
 from skimp.run.folder import RUN
 from skimp.run.safetensors_stream import SafetensorsReader
 from skimp.run.skeleton import skeleton
@@ -186,13 +189,14 @@ def _on_base(source: Any, recipe: Any, saved: Checkpoint) -> Stored:
         lambda name: saved.read("adapter", name),
         saved.meta.get("base", ""),
         saved.close,
+        weight_codec(recipe),
     )
 
 
 def _from_peft(asked: str, path: Path) -> Found:
     """An adapter's folder in PEFT's format, on the base it names."""
     from skimp.adapters.lora_peft import PREFIX
-    from skimp.export.peft import BASE_KEY, TENSORS, read_config, read_spec, saved_shapes
+    from skimp.export.peft import BASE_KEY, CODEC_KEY, TENSORS, read_config, read_spec, saved_shapes
     from skimp.recipe import fetch_model, resolve_model
 
     named = read_config(path).get("base_model_name_or_path")
@@ -221,6 +225,7 @@ def _from_peft(asked: str, path: Path) -> Found:
         lambda name: reader.read(f"{PREFIX}{name}" if name.endswith(".weight") else f"{PREFIX}{name}.weight"),
         noted[0] if len(noted) == 2 else "",
         reader.close,
+        from_meta(json.loads(reader.metadata[CODEC_KEY])) if CODEC_KEY in reader.metadata else None,
     )
     what = f"the adapter in {path}, merged into {named}"
     return Found(asked, "adapter", source.config, source.tokenizer, stored, what, revision=source.revision)

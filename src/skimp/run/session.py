@@ -26,6 +26,7 @@ from skimp.run.adapt import check_continued, table_lines
 from skimp.run.base import Fingerprinted
 from skimp.run.build import Run, build
 from skimp.run.checkpoint_folder import latest
+from skimp.run.coded_base import coded_words
 from skimp.run.durable import write_json
 from skimp.run.environment import environment
 from skimp.run.folder import RunFolder, append_jsonl, begun, claim, truncate_jsonl
@@ -207,7 +208,7 @@ def train(
             pool.set_limit(plan.places.pool_limit(plan.profile.peak_bytes, resting_below(run, pool.SMALLEST)))
         if run.adapter is not None and base is not None:
             check_continued(recipe, base.value)
-            for line in table_lines(run.adapter.table(), run.structure.blocks):
+            for line in (*coded_words(run.model), *table_lines(run.adapter.table(), run.structure.blocks)):
                 voice.say(line)
         show_rules(run, folder, voice)
         revision = source.revision

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from skimp.core import attention
+from skimp.core.coded_model import parameter_count
 from skimp.core.errors import ModelError, did_you_mean
 from skimp.core.lean import lean_imports
 from skimp.core.structure import layers_of
@@ -149,6 +150,9 @@ def materialise(model: nn.Module, dtype: torch.dtype, make: Callable[[torch.Size
                 kind = dtype if parameter.dtype.is_floating_point else parameter.dtype
                 made[id(parameter)] = nn.Parameter(make(parameter.shape, kind), parameter.requires_grad)
             module._parameters[name] = made[id(parameter)]
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None and buffer.device.type == "meta":  # the parts of a coded layer
+                module._buffers[name] = make(buffer.shape, buffer.dtype)
 
 
 def simulate_tensors(model: nn.Module, dtype: torch.dtype, mode: FakeTensorMode) -> None:
@@ -167,5 +171,5 @@ def simulate_tensors(model: nn.Module, dtype: torch.dtype, mode: FakeTensorMode)
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Parameters, tied ones once."""
-    return sum(p.numel() for p in model.parameters())
+    """Parameters, tied ones once; of a coded layer those that it stands for."""
+    return parameter_count(model)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from skimp.core.coded_linear import CodedLinear, coded_layers
 from skimp.core.errors import ModelError
+from skimp.run.coded_base import stand_in, stored_shape, take
 from skimp.run.stored import Stored, names_for, open_stored
 
 Progress = Callable[[int, int], None]
@@ -36,16 +38,20 @@ def load_weights(model: nn.Module, source: Path, progress: Progress | None = Non
 def owners(model: nn.Module) -> dict[str, str]:
     """Every parameter name -> the first name of the same parameter: tied ones have one owner."""
     first: dict[int, str] = {}
-    return {n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}
+    found = {n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}
+    return found | {f"{n}.weight": f"{n}.weight" for n, _ in coded_layers(model)}
 
 
 def fill_from(model: nn.Module, stored: Stored, origin: str, progress: Progress | None = None) -> None:
-    """Fill every parameter of `model` from `stored`, cast to the parameter's dtype.
+    """Fill every parameter of `model` from `stored`, cast to the parameter's dtype; the weight of a coded layer is read
+    in the dtype it decodes to, encoded and let go.
 
     Raises:
         ModelError: a missing or differently shaped tensor, by name.
+        SkimpError: a weight that its codec refuses.
     """
-    targets: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    coded = {f"{name}.weight": module for name, module in coded_layers(model)}
+    targets: dict[str, Any] = {**dict(model.named_parameters(remove_duplicate=False)), **coded}
     owner = owners(model)
     wanted = set(owner.values())
     filled: set[str] = set()
@@ -54,14 +60,21 @@ def fill_from(model: nn.Module, stored: Stored, origin: str, progress: Progress 
             if owner[known] in filled and known != owner[known]:
                 continue  # a tied tensor that the file holds twice
             shape, target = stored.specs()[written].shape, targets[known]
-            if shape != tuple(target.shape):
+            expected = stored_shape(target) if known in coded else tuple(target.shape)
+            if shape != expected:
                 raise ModelError(
                     f"weights of {known} from {origin}",
                     f"shape {shape}",
-                    f"the config asks for {tuple(target.shape)}",
+                    f"the config asks for {expected}",
                     "use the config that belongs to these weights",
                 )
-            stored.read_into(written, target)
+            if known in coded:
+                dense = torch.empty(shape, dtype=target.dtype)
+                stored.read_into(written, dense)
+                take(target, dense, known.removesuffix(".weight"))
+                del dense  # before the next is read
+            else:
+                stored.read_into(written, target)
             filled.add(owner[known])
             if progress is not None:
                 progress(len(filled), len(wanted))
@@ -87,6 +100,16 @@ def init_scratch(model: nn.Module, seed: int) -> None:
             bias = getattr(module, "bias", None)
             if isinstance(bias, nn.Parameter):
                 bias.zero_()
-        for module in model.modules():
+        waiting: dict[str, CodedLinear] = {}
+        for name, module in model.named_modules():
+            # Dense while it and its parent are drawn (a parent may reach into it), then encoded: parents come first.
+            for leaf, child in list(module.named_children()):
+                if isinstance(child, CodedLinear):
+                    waiting[f"{name}.{leaf}"] = child
+                    setattr(module, leaf, stand_in(child))
             initialise(module)
+            if name in waiting:
+                parent, _, leaf = name.rpartition(".")
+                take(waiting[name], cast("Any", module).weight, name)
+                setattr(model.get_submodule(parent), leaf, waiting.pop(name))
         tie()

@@ -6,7 +6,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from skimp.core.option import Option
-from skimp.core.registry import Facts, Paper
+from skimp.core.registry import Conflict, Facts, Paper
+
+_FROZEN = Conflict(
+    "weights in a codec are frozen codes; blocks that train in turn would move them, and a move smaller than a step "
+    "between two levels is lost",
+    "train.layers on dense weights, or an adapter on a coded base",
+)
+_FLOAT32_BESIDE = Conflict(
+    "stochastic rounding is for trained bfloat16 weights; what trains beside a coded base is float32",
+    "optimizer=adamw: with precision=bf16 the base decodes to bfloat16",
+)
+_ONE_CODEC = Conflict("a layer's weight is one set of codes", "one codec for the base")
+_BESIDE = {"adamw-bf16": _FLOAT32_BESIDE, "lisa": _FROZEN, "owlore": _FROZEN, "badam": _FROZEN}
 
 FACTS: list[Facts] = [
     Facts(
@@ -61,6 +73,7 @@ FACTS: list[Facts] = [
         stages=("fine-tuning",),
         needs=("an adapter: packed weights do not train",),
         recipe="model: {name: …, weights: nf4}",
+        conflicts={**_BESIDE, "int8": _ONE_CODEC, "int4": _ONE_CODEC},
         options={
             "block": Option(64, "Weights that share one maximum: 32, 64, 128, 256, …, 4096.", least=32, most=4096),
             "double_quant": Option(True, "Code the maxima too: 0.127 bits a weight instead of 0.5."),
@@ -78,6 +91,7 @@ FACTS: list[Facts] = [
             stages=("fine-tuning",),
             needs=("an adapter: packed weights do not train",),
             recipe=f"model: {{name: …, weights: int{bits}}}",
+            conflicts={**_BESIDE, **({"int4": _ONE_CODEC} if bits == 8 else {})},
             options={
                 "group": Option(group, "Neighbours in a row that share one scale.", least=2, most=65536),
                 "symmetric": Option(True, "Codes around 0; false adds a zero point to every group."),

@@ -68,7 +68,7 @@ class Integers:
         rows, groups = self._sizes(x.shape)
         spec = self.spec(x.shape)
         parts = {key: torch.empty(size, dtype=dtype, device=x.device) for key, (size, dtype) in spec.items()}
-        matrix = x.reshape(rows, x.shape[-1] if x.dim() else 1)
+        matrix = x.detach().reshape(rows, x.shape[-1] if x.dim() else 1)
         step = max(1, 2**20 // max(1, groups * self.group))
         for start in range(0, rows, step):
             self._encode(matrix[start : start + step], {k: v[start : start + step] for k, v in parts.items()})

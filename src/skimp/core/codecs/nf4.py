@@ -73,7 +73,7 @@ class NF4:
             SkimpError: an integer tensor, or a NaN or an infinity in it: its whole block would decode to NaN.
         """
         check_floating(self.name, x)
-        flat, n = x.contiguous().view(-1), x.numel()
+        flat, n = x.detach().contiguous().view(-1), x.numel()
         blocks = -(-n // self.block)
         codes = torch.empty((n + 1) // 2, dtype=torch.uint8, device=x.device)
         absmax = torch.empty(blocks, dtype=torch.float32, device=x.device)
