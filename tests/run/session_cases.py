@@ -149,6 +149,7 @@ def plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def remembered(recipe: Any, source: Any, **options: Any) -> Any:
         kind = [recipe.as_dict()[k] for k in ("optimizer", "precision", "budget", "exact", "eval", "adapter")]
+        kind.append(recipe.as_dict()["model"]["weights"])
         key = json.dumps([kind, recipe.data.seq_len, recipe.train.batch_tokens, recipe.train.clip])
         if not _PLANS:
             _PLANS["first"] = _PLANS[key] = real(recipe, source, **options)

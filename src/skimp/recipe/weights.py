@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic import ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from skimp.core.errors import did_you_mean
@@ -20,7 +20,7 @@ class Weights(Section):
 
     model_config = ConfigDict(**{**Section.model_config, "extra": "allow"})
 
-    name: Words
+    name: Words = Field(description="A codec of frozen weights: nf4, int8 or int4.")
 
     @model_validator(mode="before")
     @classmethod

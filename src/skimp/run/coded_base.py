@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ def stand_in(module: CodedLinear) -> nn.Module:
         if module.stored_transposed:
             from transformers.pytorch_utils import Conv1D
 
-            made: Any = Conv1D(module.out_features, module.in_features)
+            made: Any = cast("Any", Conv1D)(module.out_features, module.in_features)
         else:
             made = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
     made.weight = nn.Parameter(torch.zeros(stored_shape(module), dtype=module.dtype), requires_grad=False)
