@@ -9,6 +9,7 @@ from pathlib import Path
 
 from skimp.core.errors import SkimpError
 from skimp.kernels.native import build, pool
+from skimp.kernels.native.derivative import DERIVATIVE
 from skimp.kernels.native.four_bit import FOUR_BIT
 from skimp.kernels.native.layers import LAYERS
 from skimp.kernels.native.sparse import SPARSE
@@ -20,7 +21,7 @@ def main() -> int:
         print("native kernels: no C compiler found; the torch references run, slower, with the same numbers")
     else:
         code = _built("native kernels", build.build)
-        for beside in (FOUR_BIT, LAYERS, SPARSE):
+        for beside in (FOUR_BIT, LAYERS, SPARSE, DERIVATIVE):
             code = max(code, _built(beside.what, beside.make))
     if pool.compiler() is None:
         print("tensor pool: no C++ compiler found; the C library's allocator serves, slower or with more memory")
