@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 from skimp.activations import derivative_fused as fused
 from skimp.activations.derivative_codes import (
     code_blocks,
+    code_bytes,
     code_derivative,
     is_native,
     pack,
@@ -151,14 +152,14 @@ def slope_codes(x: Tensor, kind: str, coding: Coding) -> Tensor:
     flat = x.reshape(-1)
     first = here.row * (x.numel() // max(1, x.shape[0]))
     levels = torch.tensor(table.levels, dtype=torch.float32, device=x.device)
-    codes = torch.empty((flat.numel() + 1) // 2, dtype=torch.uint8, device=x.device)
+    codes = torch.empty(code_bytes(flat.numel()), dtype=torch.uint8, device=x.device)
     for start, stop in pieces(flat.numel()):
         slope = slope_of(flat[start:stop].float(), kind).clamp_(table.levels[0], table.levels[-1])
         below = torch.bucketize(slope, levels[1:-1], out_int32=True, right=True)
         way = (slope - levels[below]) / (levels[below + 1] - levels[below])
         name = f"{coding.name}.derivative"
         u = noise.uniform(coding.seed, name, first + start, stop - start, stream=here.step, device=x.device)
-        codes[start // 2 : (stop + 1) // 2].copy_(pack(below + (u < way)))
+        codes[start // 2 : code_bytes(stop)].copy_(pack(below + (u < way)))
     return codes
 
 

@@ -1,6 +1,7 @@
 """Numbers into 4-bit codes and back: of a derivative by the cell its x lies in, of a block over its largest magnitude.
 
-Two codes a byte, number 2 j in the lower half of byte j. A native form (`kernels.native.derivative`) takes contiguous
+Blocks of 64 take 32 bytes, number j in the lower half of byte j and number j + 32 in the upper; a short last block is
+filled with zeros. A native form (`kernels.native.derivative`) takes contiguous
 float32 on a CPU without any scratch; elsewhere the torch form below goes a piece at a time.
 """
 
@@ -32,18 +33,22 @@ def pieces(count: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + PIECE, count)
 
 
+def code_bytes(count: int) -> int:
+    """Bytes of the codes of so many numbers in a row."""
+    return 32 * -(-count // BLOCK)
+
+
 def pack(index: Tensor) -> Tensor:
-    """(…, n) codes below 16 -> (…, ceil(n / 2)) bytes."""
-    index = index.to(torch.uint8)
-    if index.shape[-1] % 2:
-        index = torch.cat([index, torch.zeros_like(index[..., :1])], -1)
-    pairs = index.unflatten(-1, (-1, 2))
-    return pairs[..., 0] + 16 * pairs[..., 1]
+    """(…, n) codes below 16 -> (…, 32 ceil(n / 64)) bytes; what is filled in has code 0."""
+    index = torch.nn.functional.pad(index.to(torch.uint8), (0, -index.shape[-1] % BLOCK))
+    halves = index.unflatten(-1, (-1, 2, BLOCK // 2))
+    return (halves[..., 0, :] + 16 * halves[..., 1, :]).flatten(-2)
 
 
 def unpack(codes: Tensor, count: int) -> Tensor:
-    """(…, ceil(n / 2)) bytes -> (…, n) codes, int32 so that they can index."""
-    halves = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+    """The way back, (…, n) codes, int32 so that they can index."""
+    blocks = codes.unflatten(-1, (-1, BLOCK // 2))
+    halves = torch.stack([blocks & 15, blocks >> 4], -2).flatten(-3)
     return halves[..., :count].int()
 
 
@@ -65,17 +70,17 @@ def unpack_bits(codes: Tensor, count: int) -> Tensor:
 
 
 def code_derivative(x: Tensor, cells: Cells) -> Tensor:
-    """Codes of f'(x), (ceil(n / 2),) uint8, by the intervals of x; no derivative is computed."""
+    """Codes of f'(x), 32 ceil(n / 64) bytes, by the intervals of x; no derivative is computed."""
     if is_native(x):
         found: Tensor = torch.ops.skimp.derivative_code(x, list(cells.edges), list(cells.codes), list(cells.levels))
         return found
     flat = x.reshape(-1)
-    codes = torch.empty((flat.numel() + 1) // 2, dtype=torch.uint8, device=x.device)
+    codes = torch.empty(code_bytes(flat.numel()), dtype=torch.uint8, device=x.device)
     edges = torch.tensor(cells.edges, dtype=torch.float64, device=x.device)
     names = torch.tensor(cells.codes, dtype=torch.uint8, device=x.device)
     for start, stop in pieces(flat.numel()):
         index = torch.bucketize(flat[start:stop].double(), edges, out_int32=True)
-        codes[start // 2 : (stop + 1) // 2].copy_(pack(names[index]))
+        codes[start // 2 : code_bytes(stop)].copy_(pack(names[index]))
     return codes
 
 
@@ -90,7 +95,7 @@ def times_derivative(dy: Tensor, codes: Tensor, cells: Cells) -> Tensor:
     flat, out = dy.reshape(-1), dx.view(-1)
     levels = torch.tensor(cells.levels, dtype=torch.promote_types(dy.dtype, torch.float32), device=dy.device)
     for start, stop in pieces(flat.numel()):
-        slope = levels[unpack(codes[start // 2 : (stop + 1) // 2], stop - start)]
+        slope = levels[unpack(codes[start // 2 : code_bytes(stop)], stop - start)]
         out[start:stop].copy_(flat[start:stop] * slope)
     return dx
 
@@ -100,11 +105,11 @@ def times_derivative(dy: Tensor, codes: Tensor, cells: Cells) -> Tensor:
 
 def block_bytes(width: int) -> int:
     """Bytes of one row of codes and maxima."""
-    return (width + 1) // 2 + 4 * -(-width // BLOCK)
+    return code_bytes(width) + 4 * -(-width // BLOCK)
 
 
 def code_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows, width) -> codes (rows, ceil(width / 2)), float32 maxima (rows, ceil(width / 64)); blocks end with rows."""
+    """(rows, width) -> codes (rows, 32 ceil(width / 64)) and float32 maxima (rows, ceil(width / 64)) of each row's blocks."""
     rows, width = x.shape
     blocks = -(-width // BLOCK)
     padded = torch.nn.functional.pad(x.float(), (0, blocks * BLOCK - width)).view(rows, blocks, BLOCK)
@@ -126,7 +131,7 @@ def value_of_blocks(codes: Tensor, most: Tensor, width: int) -> Tensor:
 
 @torch.library.custom_op("skimp::derivative_code", mutates_args=())
 def _code(x: Tensor, edges: list[float], cells: list[int], levels: list[float]) -> Tensor:
-    codes = torch.empty((x.numel() + 1) // 2, dtype=torch.uint8)
+    codes = torch.empty(code_bytes(x.numel()), dtype=torch.uint8)
     table = native.cells(tuple(edges), tuple(cells), tuple(levels))
     native.call("skimp_derivative_code", table, x, codes, x.numel())
     return codes
@@ -134,7 +139,7 @@ def _code(x: Tensor, edges: list[float], cells: list[int], levels: list[float]) 
 
 @_code.register_fake
 def _(x: Tensor, edges: list[float], cells: list[int], levels: list[float]) -> Tensor:
-    return x.new_empty((x.numel() + 1) // 2, dtype=torch.uint8)
+    return x.new_empty(code_bytes(x.numel()), dtype=torch.uint8)
 
 
 @torch.library.custom_op("skimp::derivative_back", mutates_args=())

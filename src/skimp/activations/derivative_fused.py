@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from skimp.activations.derivative_codes import code_bytes
 from skimp.activations.derivative_tables import BLOCK, Cells, block_edges, block_levels, cells
 from skimp.kernels.native import derivative as native
 
@@ -26,7 +27,7 @@ def _gated_parts(a: Tensor) -> Parts:
     n = a.numel()
 
     def codes() -> Tensor:
-        return a.new_empty((n + 1) // 2, dtype=torch.uint8)
+        return a.new_empty(code_bytes(n), dtype=torch.uint8)
 
     def most() -> Tensor:
         return a.new_empty(-(-n // BLOCK))
@@ -69,7 +70,7 @@ def _(
 def _norm_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     width = x.shape[-1]
     rows = x.numel() // width
-    codes = x.new_empty(rows, (width + 1) // 2, dtype=torch.uint8)
+    codes = x.new_empty(rows, code_bytes(width), dtype=torch.uint8)
     return codes, x.new_empty(rows, -(-width // BLOCK)), x.new_empty(rows)
 
 

@@ -164,7 +164,8 @@ def cells(kind: str, grid: Grid = "lloyd", count: int = 16) -> Cells:
 
 def _crossing(derivative: Callable[[Numbers], Numbers], low: float, high: float, value: float) -> float:
     """Where the derivative passes `value` between two points, as a float32 number."""
-    rising = derivative(np.array([low]))[0] < value
+    ends = derivative(np.array([low, high]))
+    rising = ends[0] < ends[1]
     for _ in range(60):
         middle = (low + high) / 2
         if (derivative(np.array([middle]))[0] < value) == rising:

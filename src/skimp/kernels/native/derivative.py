@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ class Cells(ctypes.Structure):
 
     _fields_ = (
         ("count", ctypes.c_int32),
-        ("cells", ctypes.c_int32 * (MOST_EDGES + 1)),
+        ("first", ctypes.c_int32),
+        ("steps", ctypes.c_int32 * MOST_EDGES),
         ("edges", _f32 * MOST_EDGES),
         ("levels", _f32 * 16),
     )
@@ -104,17 +105,17 @@ def call(name: str, *arguments: Any) -> None:
 
 
 @cache
-def cells(edges: Sequence[float], codes: Sequence[int], levels: Sequence[float]) -> Any:
+def cells(edges: tuple[float, ...], codes: tuple[int, ...], levels: tuple[float, ...]) -> Any:
     """A derivative's table by reference; kept, because it is used in every call."""
+    steps = [after - before for before, after in pairwise(codes)]
     filled = [*levels, *[0.0] * (16 - len(levels))]
-    return ctypes.byref(
-        Cells(
-            len(edges), (ctypes.c_int32 * (MOST_EDGES + 1))(*codes), (_f32 * MOST_EDGES)(*edges), (_f32 * 16)(*filled)
-        )
+    table = Cells(
+        len(edges), codes[0], (ctypes.c_int32 * MOST_EDGES)(*steps), (_f32 * MOST_EDGES)(*edges), (_f32 * 16)(*filled)
     )
+    return ctypes.byref(table)
 
 
 @cache
-def block_map(levels: Sequence[float], edges: Sequence[float]) -> Any:
+def block_map(levels: tuple[float, ...], edges: tuple[float, ...]) -> Any:
     """The block code's table by reference."""
     return ctypes.byref(Block((_f32 * 16)(*levels), (_f32 * 15)(*edges)))

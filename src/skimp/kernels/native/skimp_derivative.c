@@ -1,18 +1,20 @@
 /* What backward needs of activations, gated products and norms, in 4 bits: a library of its own beside skimp_native.c,
- * whose threads and exp it takes by including it.
+ * whose threads, dot and exp it takes by including it.
  *
- * Two codes a byte: byte j holds number 2 j in its lower half and number 2 j + 1 in its upper half. A derivative's code
- * is found from x itself: f' is piecewise monotone, so its cells are intervals of x, and counting the edges below x
- * names the interval. Blocks of 64 with their largest magnitude hold what has no bound.
+ * Numbers go in blocks of 64, 32 bytes each: byte j holds number j in its lower half and number j + 32 in its upper
+ * half; a short last block is filled with zeros. A derivative's code is found from x itself: f' rises on one piece and
+ * falls on those beside it, so its cells are intervals of x, and each edge below x moves the code one up or down. Blocks
+ * of what has no bound have their largest magnitude beside them.
  */
 #include "skimp_native.c"
 
 #define BLOCK64 64
+#define HALF64 32
 #define MOST_EDGES 48
 
 typedef struct {
-    int32_t count;             /* edges in x, rising */
-    int32_t cells[MOST_EDGES + 1]; /* code of each interval */
+    int32_t count, first;      /* edges in x, rising; the code below all of them */
+    int32_t steps[MOST_EDGES]; /* what passing an edge adds to the code: 1 or -1 */
     float edges[MOST_EDGES];
     float levels[16]; /* value of each code */
 } cells_t;
@@ -22,52 +24,56 @@ typedef struct {
     float levels[16], edges[15];
 } block_t;
 
-static void pack_pairs(const int32_t *index, int64_t n, uint8_t *codes)
+/* A whole block as it is, a short one copied into `room` and filled up. */
+static const float *whole_block(const float *x, int64_t n, float *room)
 {
-    for (int64_t j = 0; j < n / 2; j++) codes[j] = (uint8_t)(index[2 * j] | index[2 * j + 1] << 4);
-    if (n & 1) codes[n / 2] = (uint8_t)index[n - 1];
+    if (n == BLOCK64) return x;
+    for (int64_t i = 0; i < BLOCK64; i++) room[i] = i < n ? x[i] : 0.0f;
+    return room;
 }
 
-static void code_derivative(const cells_t *t, const float *restrict x, int64_t n, uint8_t *codes)
+static void pack64(const int32_t *restrict index, uint8_t *restrict codes)
 {
-    int32_t index[BLOCK] = {0};
+    for (int i = 0; i < HALF64; i++) codes[i] = (uint8_t)(index[i] + 16 * index[i + HALF64]);
+}
+
+static void code_derivative(const cells_t *t, const float *restrict x, uint8_t *restrict codes)
+{
+    int32_t index[BLOCK64];
+    for (int i = 0; i < BLOCK64; i++) index[i] = t->first;
     for (int k = 0; k < t->count; k++) {
         float edge = t->edges[k];
-        for (int64_t i = 0; i < n; i++) index[i] += x[i] > edge;
+        int32_t step = t->steps[k];
+        for (int i = 0; i < BLOCK64; i++) index[i] += x[i] > edge ? step : 0;
     }
-    for (int64_t i = 0; i < n; i++) index[i] = t->cells[index[i]];
-    pack_pairs(index, n, codes);
+    pack64(index, codes);
 }
 
-static void value_of(const float *levels, const uint8_t *codes, int64_t n, float *restrict out)
+static void value64(const float *restrict levels, const uint8_t *restrict codes, float most, float *restrict out)
 {
-    for (int64_t j = 0; j < n / 2; j++) {
-        out[2 * j] = levels[codes[j] & 15];
-        out[2 * j + 1] = levels[codes[j] >> 4];
-    }
-    if (n & 1) out[n - 1] = levels[codes[n / 2] & 15];
+    int32_t index[BLOCK64];
+    for (int i = 0; i < HALF64; i++) index[i] = codes[i] & 15;
+    for (int i = 0; i < HALF64; i++) index[i + HALF64] = codes[i] >> 4;
+    for (int i = 0; i < BLOCK64; i++) out[i] = levels[index[i]] * most;
 }
 
-/* Codes of n <= 64 numbers over their largest magnitude, which is returned; zeros are the code of 0. */
-static float code_block64(const block_t *map, const float *restrict x, int64_t n, uint8_t *codes)
+/* Codes of 64 numbers over their largest magnitude, which is returned; zeros are the code of 0. */
+static float code_block64(const block_t *map, const float *restrict x, uint8_t *restrict codes)
 {
-    float most = 0.0f, u[BLOCK64];
+    uint32_t bits = 0;
+    for (int i = 0; i < BLOCK64; i++) {
+        uint32_t u = bits_of(x[i]) & 0x7fffffffu;
+        bits = u > bits ? u : bits;
+    }
+    float most = float_of(bits), scale = bits ? 1.0f / most : 0.0f, u[BLOCK64];
     int32_t index[BLOCK64] = {0};
-    for (int64_t i = 0; i < n; i++) most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
-    float scale = most > 0.0f ? 1.0f / most : 0.0f;
-    for (int64_t i = 0; i < n; i++) u[i] = x[i] * scale;
+    for (int i = 0; i < BLOCK64; i++) u[i] = x[i] * scale;
     for (int k = 0; k < 15; k++) {
         float edge = map->edges[k];
-        for (int64_t i = 0; i < n; i++) index[i] += u[i] > edge;
+        for (int i = 0; i < BLOCK64; i++) index[i] += u[i] > edge;
     }
-    pack_pairs(index, n, codes);
+    pack64(index, codes);
     return most;
-}
-
-static void value_block64(const block_t *map, const uint8_t *codes, float most, int64_t n, float *restrict out)
-{
-    value_of(map->levels, codes, n, out);
-    for (int64_t i = 0; i < n; i++) out[i] *= most;
 }
 
 /* ---------------------------------------------------------------------------------------- y = f(x), of x alone */
@@ -81,23 +87,29 @@ typedef struct {
     int64_t n;
 } point_t;
 
+/* Blocks of 64 within the 256 that threads share out. */
+#define EACH_BLOCK64(b, at, size, job)                                                             \
+    for (int64_t b = first * (BLOCK / BLOCK64), at = b * BLOCK64, size = BLOCK64;                  \
+         b < last * (BLOCK / BLOCK64) && at < (job)->n &&                                          \
+         (size = (job)->n - at < BLOCK64 ? (job)->n - at : BLOCK64);                               \
+         b++, at += BLOCK64)
+
 static void point_code_work(const void *raw, int64_t first, int64_t last)
 {
     const point_t *job = raw;
-    for (int64_t at = first * BLOCK; at < last * BLOCK && at < job->n; at += BLOCK) {
-        int64_t n = job->n - at < BLOCK ? job->n - at : BLOCK;
-        code_derivative(job->cells, job->x + at, n, job->codes + at / 2);
-    }
+    float room[BLOCK64];
+    EACH_BLOCK64(b, at, size, job)
+        code_derivative(job->cells, whole_block(job->x + at, size, room), job->codes + b * HALF64);
 }
 
 static void point_back_work(const void *raw, int64_t first, int64_t last)
 {
     const point_t *job = raw;
-    float slope[BLOCK];
-    for (int64_t at = first * BLOCK; at < last * BLOCK && at < job->n; at += BLOCK) {
-        int64_t n = job->n - at < BLOCK ? job->n - at : BLOCK;
-        value_of(job->cells->levels, job->kept + at / 2, n, slope);
-        for (int64_t i = 0; i < n; i++) job->dx[at + i] = job->x[at + i] * slope[i];
+    float slope[BLOCK64];
+    EACH_BLOCK64(b, at, size, job)
+    {
+        value64(job->cells->levels, job->kept + b * HALF64, 1.0f, slope);
+        for (int64_t i = 0; i < size; i++) job->dx[at + i] = job->x[at + i] * slope[i];
     }
 }
 
@@ -127,27 +139,28 @@ typedef struct {
 } gated_t;
 
 /* silu(a) = a sigmoid(a); tanh's GELU is a sigmoid(2 sqrt(2/pi) (a + 0.044715 a^3)). */
-static void gate_value(const gated_t *job, const float *restrict a, int64_t n, float *restrict out)
+static void gate_value(int tanh_form, const float *restrict a, float *restrict out)
 {
-    if (job->tanh_form)
-        for (int64_t i = 0; i < n; i++) {
+    if (tanh_form)
+        for (int i = 0; i < BLOCK64; i++) {
             float u = 1.5957691216f * (a[i] + 0.044715f * a[i] * a[i] * a[i]);
             out[i] = a[i] / (1.0f + exp_of(-u));
         }
     else
-        for (int64_t i = 0; i < n; i++) out[i] = a[i] / (1.0f + exp_of(-a[i]));
+        for (int i = 0; i < BLOCK64; i++) out[i] = a[i] / (1.0f + exp_of(-a[i]));
 }
 
 static void gated_code_work(const void *raw, int64_t first, int64_t last)
 {
     const gated_t *job = raw;
-    float value[BLOCK64];
-    for (int64_t b = first * (BLOCK / BLOCK64); b < last * (BLOCK / BLOCK64) && b * BLOCK64 < job->n; b++) {
-        int64_t at = b * BLOCK64, n = job->n - at < BLOCK64 ? job->n - at : BLOCK64;
-        code_derivative(job->cells, job->a + at, n, job->slopes + at / 2);
-        gate_value(job, job->a + at, n, value);
-        job->f_most[b] = code_block64(job->map, value, n, job->f_codes + at / 2);
-        job->c_most[b] = code_block64(job->map, job->c + at, n, job->c_codes + at / 2);
+    float value[BLOCK64], room[BLOCK64];
+    EACH_BLOCK64(b, at, size, job)
+    {
+        const float *a = whole_block(job->a + at, size, room);
+        code_derivative(job->cells, a, job->slopes + b * HALF64);
+        gate_value(job->tanh_form, a, value);
+        job->f_most[b] = code_block64(job->map, value, job->f_codes + b * HALF64);
+        job->c_most[b] = code_block64(job->map, whole_block(job->c + at, size, room), job->c_codes + b * HALF64);
     }
 }
 
@@ -155,13 +168,13 @@ static void gated_back_work(const void *raw, int64_t first, int64_t last)
 {
     const gated_t *job = raw;
     float slope[BLOCK64], value[BLOCK64], c[BLOCK64];
-    for (int64_t b = first * (BLOCK / BLOCK64); b < last * (BLOCK / BLOCK64) && b * BLOCK64 < job->n; b++) {
-        int64_t at = b * BLOCK64, n = job->n - at < BLOCK64 ? job->n - at : BLOCK64;
-        value_of(job->cells->levels, job->slopes + at / 2, n, slope);
-        value_block64(job->map, job->f_codes + at / 2, job->f_most[b], n, value);
-        value_block64(job->map, job->c_codes + at / 2, job->c_most[b], n, c);
-        for (int64_t i = 0; i < n; i++) job->da[at + i] = job->dy[at + i] * c[i] * slope[i];
-        for (int64_t i = 0; i < n; i++) job->dc[at + i] = job->dy[at + i] * value[i];
+    EACH_BLOCK64(b, at, size, job)
+    {
+        value64(job->cells->levels, job->slopes + b * HALF64, 1.0f, slope);
+        value64(job->map->levels, job->f_codes + b * HALF64, job->f_most[b], value);
+        value64(job->map->levels, job->c_codes + b * HALF64, job->c_most[b], c);
+        for (int64_t i = 0; i < size; i++) job->da[at + i] = job->dy[at + i] * c[i] * slope[i];
+        for (int64_t i = 0; i < size; i++) job->dc[at + i] = job->dy[at + i] * value[i];
     }
 }
 
@@ -196,47 +209,63 @@ typedef struct {
     int centred;
 } coded_norm_t;
 
-/* Blocks and bytes of a row are its own: ceil(width / 64) and ceil(width / 2). */
+static float sum_of(const float *restrict x, int64_t n)
+{
+    float sums[LANES] = {0}, total = 0.0f;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int l = 0; l < LANES; l++) sums[l] += x[i + l];
+    for (; i < n; i++) sums[i % LANES] += x[i];
+    for (int l = 0; l < LANES; l++) total += sums[l];
+    return total;
+}
+
+/* Sum of (x - mean)^2. */
+static float spread_of(const float *restrict x, float mean, int64_t n)
+{
+    float sums[LANES] = {0}, total = 0.0f;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int l = 0; l < LANES; l++) sums[l] += (x[i + l] - mean) * (x[i + l] - mean);
+    for (; i < n; i++) sums[i % LANES] += (x[i] - mean) * (x[i] - mean);
+    for (int l = 0; l < LANES; l++) total += sums[l];
+    return total;
+}
+
+/* Blocks of a row are its own, ceil(width / 64) of them. */
 static void norm_code_work(const void *raw, int64_t first, int64_t last)
 {
     const coded_norm_t *job = raw;
-    int64_t n = job->width, blocks = (n + BLOCK64 - 1) / BLOCK64, bytes = (n + 1) / 2;
+    int64_t n = job->width, blocks = (n + BLOCK64 - 1) / BLOCK64;
     float part[BLOCK64];
     for (int64_t row = first; row < last; row++) {
         const float *restrict x = job->x + row * n;
-        float mean = 0.0f, square = 0.0f;
-        if (job->centred) {
-            float sums[LANES] = {0};
-            for (int64_t i = 0; i < n; i++) sums[i % LANES] += x[i];
-            for (int l = 0; l < LANES; l++) mean += sums[l];
-            mean /= (float)n;
-            float squares[LANES] = {0};
-            for (int64_t i = 0; i < n; i++) squares[i % LANES] += (x[i] - mean) * (x[i] - mean);
-            for (int l = 0; l < LANES; l++) square += squares[l];
-        } else {
-            square = dot(x, x, 0, n);
-        }
+        float mean = job->centred ? sum_of(x, n) / (float)n : 0.0f;
+        float square = job->centred ? spread_of(x, mean, n) : dot(x, x, 0, n);
         float scale = 1.0f / sqrtf(square / (float)n + job->eps);
         job->scale[row] = scale;
         for (int64_t b = 0; b < blocks; b++) {
             int64_t at = b * BLOCK64, size = n - at < BLOCK64 ? n - at : BLOCK64;
+            if (size < BLOCK64) memset(part, 0, sizeof part);
             for (int64_t i = 0; i < size; i++) part[i] = (x[at + i] - mean) * scale;
-            job->most[row * blocks + b] = code_block64(job->map, part, size, job->codes + row * bytes + at / 2);
+            job->most[row * blocks + b] = code_block64(job->map, part, job->codes + (row * blocks + b) * HALF64);
         }
     }
 }
 
-/* dx = s (u - mean(u) where centred - xh mean(u xh)), u = dy w; xh is decoded into dx first. */
+/* dx = s (u - mean(u) where centred - xh mean(u xh)), u = dy w. */
 static void norm_back_work(const void *raw, int64_t first, int64_t last)
 {
     const coded_norm_t *job = raw;
-    int64_t n = job->width, blocks = (n + BLOCK64 - 1) / BLOCK64, bytes = (n + 1) / 2;
+    int64_t n = job->width, blocks = (n + BLOCK64 - 1) / BLOCK64;
+    float part[BLOCK64];
     for (int64_t row = first; row < last; row++) {
         const float *restrict dy = job->dy + row * n, *restrict w = job->w;
         float *restrict dx = job->dx + row * n, s = job->scale[row];
         for (int64_t b = 0; b < blocks; b++) {
             int64_t at = b * BLOCK64, size = n - at < BLOCK64 ? n - at : BLOCK64;
-            value_block64(job->map, job->codes + row * bytes + at / 2, job->most[row * blocks + b], size, dx + at);
+            value64(job->map->levels, job->codes + (row * blocks + b) * HALF64, job->most[row * blocks + b], part);
+            memcpy(dx + at, part, (size_t)size * 4);
         }
         float inner = dot(dy, w, dx, n) / (float)n, mean = job->centred ? dot(dy, w, 0, n) / (float)n : 0.0f;
         for (int64_t i = 0; i < n; i++) dx[i] = s * (dy[i] * w[i] - mean - dx[i] * inner);
