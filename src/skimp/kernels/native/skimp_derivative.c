@@ -24,6 +24,8 @@ typedef struct {
     float levels[16], edges[15];
 } block_t;
 
+static const int32_t ONES[15] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+
 /* A whole block as it is, a short one copied into `room` and filled up. */
 static const float *whole_block(const float *x, int64_t n, float *room)
 {
@@ -37,15 +39,23 @@ static void pack64(const int32_t *restrict index, uint8_t *restrict codes)
     for (int i = 0; i < HALF64; i++) codes[i] = (uint8_t)(index[i] + 16 * index[i + HALF64]);
 }
 
+/* index += step of every edge below x. Kept apart: where the number of edges is known, the compiler unrolls the outer
+ * loop and leaves numbers to be compared one by one. */
+static __attribute__((noinline)) void pass_edges(const float *restrict x, const float *restrict edges,
+                                                 const int32_t *restrict steps, int count, int32_t *restrict index)
+{
+    for (int k = 0; k < count; k++) {
+        float edge = edges[k];
+        int32_t step = steps[k];
+        for (int i = 0; i < BLOCK64; i++) index[i] += x[i] > edge ? step : 0;
+    }
+}
+
 static void code_derivative(const cells_t *t, const float *restrict x, uint8_t *restrict codes)
 {
     int32_t index[BLOCK64];
     for (int i = 0; i < BLOCK64; i++) index[i] = t->first;
-    for (int k = 0; k < t->count; k++) {
-        float edge = t->edges[k];
-        int32_t step = t->steps[k];
-        for (int i = 0; i < BLOCK64; i++) index[i] += x[i] > edge ? step : 0;
-    }
+    pass_edges(x, t->edges, t->steps, t->count, index);
     pack64(index, codes);
 }
 
@@ -68,10 +78,7 @@ static float code_block64(const block_t *map, const float *restrict x, uint8_t *
     float most = float_of(bits), scale = bits ? 1.0f / most : 0.0f, u[BLOCK64];
     int32_t index[BLOCK64] = {0};
     for (int i = 0; i < BLOCK64; i++) u[i] = x[i] * scale;
-    for (int k = 0; k < 15; k++) {
-        float edge = map->edges[k];
-        for (int i = 0; i < BLOCK64; i++) index[i] += u[i] > edge;
-    }
+    pass_edges(u, map->edges, ONES, 15, index);
     pack64(index, codes);
     return most;
 }
