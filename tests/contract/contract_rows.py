@@ -105,6 +105,7 @@ def scratch() -> str:
 
 
 DISK = (f"exact.offload.folder={scratch()}",)
+DERIVATIVE = ("activations.derivative=4",)
 #: Seeds whose first draw is one of the costliest sets of three blocks, which is what a simulation runs.
 LISA = ("train.layers={name: lisa, active: 2, every: 20}", "train.seed=2")
 LISA_BLOCKS = ("train.layers={name: lisa, active: 2, every: 20, embeddings: false, head: false}",)
@@ -197,6 +198,11 @@ TECHNIQUES: dict[str, Technique] = {
     "s2ft-bf16": Technique(overrides=(*S2FT, "precision=bf16")),
     "s2ft-bf16-mixed": Technique(overrides=(*S2FT, "precision=bf16-mixed")),
     "s2ft-packing": Technique({"micro_rows": 3}, S2FT, PACKED),
+    "derivative": Technique(overrides=DERIVATIVE),
+    "derivative-recompute": Technique({"recompute": (0, 2)}, DERIVATIVE, base="derivative"),
+    "derivative-plain-kernels": Technique(overrides=(*DERIVATIVE, "exact.kernels=plain")),
+    "derivative-stochastic": Technique(overrides=("activations.derivative={rounding: stochastic}",)),
+    "lora-derivative": Technique(overrides=("adapter=lora", *DERIVATIVE)),
     "lisa": Technique(overrides=LISA),
     "lisa-in-backward": Technique({"in_backward": True}, LISA, base="lisa"),
     "lisa-recompute": Technique({"recompute": tuple(range(BLOCKS))}, LISA, base="lisa"),

@@ -192,3 +192,12 @@ def test_mutation_clip_that_is_dropped_is_seen_by_the_norm(monkeypatch: pytest.M
 
 def test_rows_name_blocks_that_exist() -> None:
     assert all(max(line.exact.get("recompute", (0,))) < BLOCKS for line in TECHNIQUES.values())
+
+
+def test_mutation_coded_derivatives_that_keep_everything() -> None:
+    def plain(run: Run) -> None:
+        assert run.derivatives is not None
+        run.derivatives.remove()
+
+    with pytest.raises(EffectError, match="coded derivatives in 3 modules"):
+        first_step("derivative", disable=plain)

@@ -28,6 +28,7 @@ FAST = [
     ("lora-bf16", "gpt2"),
     ("lora-full", "llama-tied"),
     ("s2ft-permuted", "llama-tied"),
+    ("derivative-stochastic", "llama-tied"),
     ("galore8bit-compact-adds-up", "llama-tied"),
     ("momentum-reset", "llama-tied"),
     ("refactor", "llama-tied"),

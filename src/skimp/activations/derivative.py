@@ -155,11 +155,11 @@ def slope_codes(x: Tensor, kind: str, coding: Coding) -> Tensor:
     codes = torch.empty(code_bytes(flat.numel()), dtype=torch.uint8, device=x.device)
     for start, stop in pieces(flat.numel()):
         slope = slope_of(flat[start:stop].float(), kind).clamp_(table.levels[0], table.levels[-1])
-        below = torch.bucketize(slope, levels[1:-1], out_int32=True, right=True)
+        below = torch.bucketize(slope, levels[1:-1], right=True)
         way = (slope - levels[below]) / (levels[below + 1] - levels[below])
         name = f"{coding.name}.derivative"
         u = noise.uniform(coding.seed, name, first + start, stop - start, stream=here.step, device=x.device)
-        codes[start // 2 : code_bytes(stop)].copy_(pack(below + (u < way)))
+        codes[start // 2 : code_bytes(stop)].copy_(pack(below + (u < way).long()))
     return codes
 
 
@@ -187,9 +187,9 @@ class _Gated(torch.autograd.Function):
         elif coding.rounding == "nearest" and kind != "gelu" and is_native(wide(a), wide(c)):
             ctx.save_for_backward(*fused.gated_code(wide(a), wide(c), kind, coding.grid))
         else:
-            slopes = slope_codes(wide(a), kind, coding)
-            kept_c = code_blocks(c.reshape(1, -1))
-            ctx.save_for_backward(slopes, *kept_c, *code_blocks(PLAIN[kind](wide(a)).reshape(1, -1)))
+            rows = code_blocks(c.reshape(-1, c.shape[-1]))
+            value = code_blocks(PLAIN[kind](wide(a)).reshape(-1, c.shape[-1]))
+            ctx.save_for_backward(slope_codes(wide(a), kind, coding), *rows, *value)
         return PLAIN[kind](a) * c if plain is None else plain(a, c)
 
     @staticmethod
@@ -201,11 +201,10 @@ class _Gated(torch.autograd.Function):
             return dy * c * slope, dy * value, None, None, None
         g = wide(dy.contiguous())
         if coding.rounding == "nearest" and kind != "gelu" and is_native(g):
-            da, dc = fused.gated_back(g, *(t.view(-1) for t in kept), kind, coding.grid)
+            da, dc = fused.gated_back(g, *kept, kind, coding.grid)
         else:
             slopes, c_codes, c_most, f_codes, f_most = kept
-            n = g.numel()
-            c = value_of_blocks(c_codes.view(1, -1), c_most.view(1, -1), n).view(g.shape)
+            c = value_of_blocks(c_codes, c_most, g.shape[-1]).view(g.shape)
             da = times_derivative((g * c).to(g.dtype), slopes, cells(kind, coding.grid))
-            dc = g * value_of_blocks(f_codes.view(1, -1), f_most.view(1, -1), n).view(g.shape)
+            dc = g * value_of_blocks(f_codes, f_most, g.shape[-1]).view(g.shape)
         return da.to(dy.dtype), dc.to(dy.dtype), None, None, None

@@ -46,10 +46,10 @@ def pack(index: Tensor) -> Tensor:
 
 
 def unpack(codes: Tensor, count: int) -> Tensor:
-    """The way back, (…, n) codes, int32 so that they can index."""
+    """The way back, (…, n) codes, int64: indexing would widen them out of sight."""
     blocks = codes.unflatten(-1, (-1, BLOCK // 2))
     halves = torch.stack([blocks & 15, blocks >> 4], -2).flatten(-3)
-    return halves[..., :count].int()
+    return halves[..., :count].long()
 
 
 def pack_bits(mask: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def code_derivative(x: Tensor, cells: Cells) -> Tensor:
     edges = torch.tensor(cells.edges, dtype=torch.float64, device=x.device)
     names = torch.tensor(cells.codes, dtype=torch.uint8, device=x.device)
     for start, stop in pieces(flat.numel()):
-        index = torch.bucketize(flat[start:stop].double(), edges, out_int32=True)
+        index = torch.bucketize(flat[start:stop].double(), edges)
         codes[start // 2 : code_bytes(stop)].copy_(pack(names[index]))
     return codes
 
@@ -109,13 +109,13 @@ def block_bytes(width: int) -> int:
 
 
 def code_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows, width) -> codes (rows, 32 ceil(width / 64)) and float32 maxima (rows, ceil(width / 64)) of each row's blocks."""
+    """(rows, width) -> codes (rows, 32 ceil(width / 64)), float32 maxima (rows, ceil(width / 64)) of its blocks."""
     rows, width = x.shape
     blocks = -(-width // BLOCK)
     padded = torch.nn.functional.pad(x.float(), (0, blocks * BLOCK - width)).view(rows, blocks, BLOCK)
     most = padded.abs().amax(-1)
     unit = padded * torch.where(most > 0, 1.0 / most, 0.0).unsqueeze(-1)
-    index = torch.bucketize(unit, torch.tensor(block_edges(), device=x.device), out_int32=True)
+    index = torch.bucketize(unit, torch.tensor(block_edges(), device=x.device))
     return pack(index.view(rows, -1)[:, :width]), most
 
 

@@ -23,14 +23,18 @@ def _map() -> object:
     return native.block_map(block_levels(), block_edges())
 
 
+def _rows(x: Tensor) -> tuple[int, int]:
+    return x.numel() // x.shape[-1], x.shape[-1]
+
+
 def _gated_parts(a: Tensor) -> Parts:
-    n = a.numel()
+    rows, width = _rows(a)
 
     def codes() -> Tensor:
-        return a.new_empty(code_bytes(n), dtype=torch.uint8)
+        return a.new_empty(rows, code_bytes(width), dtype=torch.uint8)
 
     def most() -> Tensor:
-        return a.new_empty(-(-n // BLOCK))
+        return a.new_empty(rows, -(-width // BLOCK))
 
     return codes(), codes(), most(), codes(), most()
 
@@ -40,7 +44,7 @@ def gated_code(a: Tensor, c: Tensor, kind: str, grid: str) -> tuple[Tensor, Tens
     """Codes of f'(a), of c with its blocks' maxima, and of f(a) with its; float32, contiguous, of one shape."""
     parts = _gated_parts(a)
     table = _table(cells(kind, grid))  # type: ignore[arg-type]
-    native.call("skimp_gated_code", table, _map(), a, c, *parts, a.numel(), int(kind == "gelu_tanh"))
+    native.call("skimp_gated_code", table, _map(), a, c, *parts, *_rows(a), int(kind == "gelu_tanh"))
     return parts
 
 
@@ -56,7 +60,7 @@ def gated_back(
     """da = dy c f'(a) and dc = dy f(a)."""
     da, dc = torch.empty_like(dy), torch.empty_like(dy)
     table = _table(cells(kind, grid))  # type: ignore[arg-type]
-    native.call("skimp_gated_back", table, _map(), dy, slopes, c, c_most, f, f_most, da, dc, dy.numel())
+    native.call("skimp_gated_back", table, _map(), dy, slopes, c, c_most, f, f_most, da, dc, *_rows(dy))
     return da, dc
 
 
@@ -68,8 +72,7 @@ def _(
 
 
 def _norm_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    width = x.shape[-1]
-    rows = x.numel() // width
+    rows, width = _rows(x)
     codes = x.new_empty(rows, code_bytes(width), dtype=torch.uint8)
     return codes, x.new_empty(rows, -(-width // BLOCK)), x.new_empty(rows)
 
@@ -78,8 +81,7 @@ def _norm_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def norm_code(x: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Codes and maxima of the normalised rows, and 1 / deviation of each; float32, contiguous."""
     parts = _norm_parts(x)
-    rows, width = parts[0].shape[0], x.shape[-1]
-    native.call("skimp_norm_code", _map(), x, *parts, rows, width, eps, int(centred))
+    native.call("skimp_norm_code", _map(), x, *parts, *_rows(x), eps, int(centred))
     return parts
 
 
@@ -92,8 +94,7 @@ def _(x: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
 def norm_back(dy: Tensor, gain: Tensor, codes: Tensor, most: Tensor, scale: Tensor, centred: bool) -> Tensor:
     """The gradient of a norm's input from what `norm_code` kept."""
     dx = torch.empty_like(dy)
-    rows, width = codes.shape[0], dy.shape[-1]
-    native.call("skimp_norm_back", _map(), dy, gain, codes, most, scale, dx, rows, width, int(centred))
+    native.call("skimp_norm_back", _map(), dy, gain, codes, most, scale, dx, *_rows(dy), int(centred))
     return dx
 
 

@@ -134,7 +134,7 @@ class _Softmax(torch.autograd.Function):
         else:
             most = p.amax(-1, keepdim=True)
             shares = torch.tensor(SHARES, dtype=p.dtype, device=p.device)
-            index = torch.bucketize(p / most, (shares[1:] + shares[:-1]) / 2, out_int32=True)
+            index = torch.bucketize(p / most, (shares[1:] + shares[:-1]) / 2)
             ctx.save_for_backward(pack(index), most.float())
         return p
 

@@ -81,7 +81,7 @@ def mlp_chunks(space: Space, root: ExactChoices) -> list[int | None]:
     """All tokens at once, or 1,024: wide enough for products to run at their rate, and at 16,384 tokens a sixteenth of
     the MLP's insides. None where the model has no MLP that runs alone, or no more tokens than that."""
     tokens = root.micro_rows * space.recipe.data.seq_len
-    can = has_mlp(space.config) and not asks_compact(space.recipe)
+    can = has_mlp(space.config) and not asks_compact(space.recipe) and not draws_codes(space.recipe)
     return [None, *([MLP_CHUNK] if can and tokens > MLP_CHUNK else [])]
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from skimp.recipe.activations import Activations
 from skimp.recipe.adapter import Adapter
 from skimp.recipe.check import contradictions
 from skimp.recipe.data import Data
@@ -45,6 +46,9 @@ class Recipe(Section):
     optimizer: Optimizer = Field(default_factory=Optimizer, description="The update rule; a name alone is enough.")
     adapter: Adapter | None = Field(
         default=None, description="Train an addition to the frozen model, such as lora; null trains the model itself."
+    )
+    activations: Activations = Field(
+        default_factory=Activations, description="Approximations in what is kept for backward; none by default."
     )
     eval: Eval | None = Field(default_factory=Eval, description="Held-out loss; null switches it off.")
     sample: Sample | None = Field(default=None, description="One text generated before training and one after.")

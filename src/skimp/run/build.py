@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from skimp.activations.chunked_mlp import ChunkedMLP
+from skimp.activations.derivative_apply import Derivatives
 from skimp.activations.offload import Offload
 from skimp.activations.recompute import Recompute
 from skimp.adapters.handle import Handle
@@ -44,7 +45,7 @@ from skimp.run.layers import check_layers, layer_sampler
 from skimp.run.offloaded import offload, states_away
 from skimp.run.restarts import restarts
 from skimp.run.skeleton import materialise, simulate_tensors, skeleton
-from skimp.run.wrapped import chunked_mlps, name_blocks, recomputed
+from skimp.run.wrapped import chunked_mlps, coded_derivatives, name_blocks, recomputed
 from skimp.steps.first_order import FirstOrder, StepResult
 from skimp.steps.layer_sampled import LayerSampled
 from skimp.steps.layers import LayerSampler
@@ -72,6 +73,7 @@ class Run:
         offload: the blocks whose kept tensors wait elsewhere, None without.
         simulated: its tensors have shapes and no values.
         layers: trains a few blocks at a time, None when all train.
+        derivatives: the modules that keep codes for backward, None without.
         compact: the layers that hand over projected gradients, None without.
         events: what happens every so many steps.
         notes: sentences on what happened, for the metrics of the step; whoever writes them down takes them away.
@@ -92,6 +94,7 @@ class Run:
     simulated: bool = False
     layers: LayerSampler | None = None
     compact: Compact | None = None
+    derivatives: Derivatives | None = None
     events: Events = field(default_factory=Events)
     notes: list[str] = field(default_factory=list)
     mlps: ChunkedMLP | None = None
@@ -202,6 +205,8 @@ class Run:
             self.compact.remove()
         if self.mlps is not None:
             self.mlps.remove()
+        if self.derivatives is not None:
+            self.derivatives.remove()
         if self.fused is not None:
             self.fused.remove()
 
@@ -265,6 +270,7 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
             "there is nothing to fuse",
             "exact.kernels=null: fused where it can be",
         )
+    derivatives = coded_derivatives(recipe, model, structure, fused)
     mlps = chunked_mlps(model, structure, exact)
     recompute = recomputed(model, structure, exact)
     away = offload(model, structure, exact, recipe, simulated)
@@ -298,7 +304,15 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
     again = restarts(recipe, model, optimizer, simulated, notes.append)
     events = Events(*again, *([] if adapter is None else adapter.events(optimizer)))
     return Run(
-        *built, offload=away, simulated=simulated, layers=layers, mlps=mlps, compact=compact, events=events, notes=notes
+        *built,
+        offload=away,
+        simulated=simulated,
+        layers=layers,
+        mlps=mlps,
+        compact=compact,
+        derivatives=derivatives,
+        events=events,
+        notes=notes,
     )
 
 
@@ -352,6 +366,7 @@ def techniques(recipe: Any, exact: ExactChoices) -> list[str]:
     names += [recipe.model.weights.name] if recipe.model.weights is not None else []
     names += ["packing"] if recipe.data.packing else []
     names += [recipe.train.layers.name] if recipe.train.layers is not None else []
+    names += ["derivative"] if recipe.activations.derivative is not None else []
     names += ["recompute"] if exact.recompute else []
     names += ["selective-recompute"] if {*exact.kept().values()} - {"nothing"} else []
     names += ["chunked-mlp"] if exact.mlp_chunk is not None else []

@@ -53,6 +53,11 @@ def asks_compact(recipe: Any) -> bool:
     return bool(recipe.optimizer.options().get("compact"))
 
 
+def draws_codes(recipe: Any) -> bool:
+    """Whether codes of derivatives are rounded at random, by the place of a number in its row."""
+    return recipe.activations.derivative is not None and recipe.activations.derivative.rounding == "stochastic"
+
+
 def check_exact(exact: ExactChoices, recipe: Any) -> None:
     """In backward needs the whole step as one micro-batch: a gradient still to be added to is not final.
 
@@ -66,6 +71,13 @@ def check_exact(exact: ExactChoices, recipe: Any) -> None:
             f"optimizer.compact=true with {recipe.optimizer.name}",
             "a new basis is of the first micro-batch then, and not of the step's whole gradient",
             [f"exact.micro_batch={exact.micro_rows}, knowingly", f"exact.micro_batch={rows}"],
+        )
+    if draws_codes(recipe) and exact.mlp_chunk is not None:
+        raise ConflictError(
+            f"exact.mlp_chunk={exact.mlp_chunk}",
+            "activations.derivative.rounding=stochastic",
+            "draws are addressed by a number's place in its row, which a chunk of tokens does not know",
+            ["exact.mlp_chunk=null", "activations.derivative.rounding=nearest"],
         )
     if asks_compact(recipe) and exact.mlp_chunk is not None:
         raise ConflictError(

@@ -66,6 +66,8 @@ class Effect:
             _recomputed(run, forwards)
         _offloaded(run, forwards)
         _chunked(run, forwards)
+        if run.derivatives is not None:
+            run.derivatives.assert_effect()
         if run.fused is not None and run.recipe.exact.kernels == "fused":
             run.fused.assert_effect()
         if run.exact.in_backward and self._outlived:

@@ -7,10 +7,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from skimp.activations.chunked_mlp import ChunkedMLP
+from skimp.activations.derivative import Coding
+from skimp.activations.derivative_apply import Derivatives
 from skimp.activations.recompute import Recompute
 from skimp.core.exact import ExactChoices
 from skimp.core.memory.tracker import at, current
 from skimp.core.structure import Structure
+from skimp.kernels.apply import Fused
 
 
 def recomputed(model: nn.Module, structure: Structure, exact: ExactChoices) -> Recompute | None:
@@ -28,6 +31,19 @@ def chunked_mlps(model: nn.Module, structure: Structure, exact: ExactChoices) ->
         ConflictError: the model's blocks have no MLP that can.
     """
     return None if exact.mlp_chunk is None else ChunkedMLP(model, structure, exact.mlp_chunk)
+
+
+def coded_derivatives(recipe: Any, model: nn.Module, structure: Structure, fused: Fused | None) -> Derivatives | None:
+    """Activations and norms that keep codes; None where the recipe asks for none.
+
+    Raises:
+        ConflictError: the model has nothing to code.
+    """
+    asked = recipe.activations.derivative
+    if asked is None:
+        return None
+    coding = Coding(grid=asked.grid, rounding=asked.rounding, seed=recipe.train.seed)
+    return Derivatives(model, structure, coding, fused)
 
 
 def name_blocks(model: nn.Module, structure: Structure) -> None:

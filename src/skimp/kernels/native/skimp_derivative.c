@@ -141,9 +141,16 @@ typedef struct {
     const float *a, *c, *dy;
     uint8_t *slopes, *c_codes, *f_codes;
     float *c_most, *f_most, *da, *dc;
-    int64_t n;
+    int64_t rows, width;
     int tanh_form;
 } gated_t;
+
+/* Blocks of a row are its own, so that codes do not depend on which rows go together. */
+#define EACH_ROW_BLOCK64(b, at, size, job)                                                                     \
+    for (int64_t row = first, blocks = ((job)->width + BLOCK64 - 1) / BLOCK64; row < last; row++)              \
+        for (int64_t k = 0, b = row * blocks, at = row * (job)->width, size = BLOCK64;                         \
+             k < blocks && (size = (job)->width - k * BLOCK64 < BLOCK64 ? (job)->width - k * BLOCK64 : BLOCK64); \
+             k++, b++, at += BLOCK64)
 
 /* silu(a) = a sigmoid(a); tanh's GELU is a sigmoid(2 sqrt(2/pi) (a + 0.044715 a^3)). */
 static void gate_value(int tanh_form, const float *restrict a, float *restrict out)
@@ -161,7 +168,7 @@ static void gated_code_work(const void *raw, int64_t first, int64_t last)
 {
     const gated_t *job = raw;
     float value[BLOCK64], room[BLOCK64];
-    EACH_BLOCK64(b, at, size, job)
+    EACH_ROW_BLOCK64(b, at, size, job)
     {
         const float *a = whole_block(job->a + at, size, room);
         code_derivative(job->cells, a, job->slopes + b * HALF64);
@@ -175,7 +182,7 @@ static void gated_back_work(const void *raw, int64_t first, int64_t last)
 {
     const gated_t *job = raw;
     float slope[BLOCK64], value[BLOCK64], c[BLOCK64];
-    EACH_BLOCK64(b, at, size, job)
+    EACH_ROW_BLOCK64(b, at, size, job)
     {
         value64(job->cells->levels, job->slopes + b * HALF64, 1.0f, slope);
         value64(job->map->levels, job->f_codes + b * HALF64, job->f_most[b], value);
@@ -186,22 +193,22 @@ static void gated_back_work(const void *raw, int64_t first, int64_t last)
 }
 
 void skimp_gated_code(const cells_t *cells, const block_t *map, const float *a, const float *c, uint8_t *slopes,
-                      uint8_t *c_codes, float *c_most, uint8_t *f_codes, float *f_most, int64_t n, int tanh_form,
-                      int threads)
+                      uint8_t *c_codes, float *c_most, uint8_t *f_codes, float *f_most, int64_t rows, int64_t width,
+                      int tanh_form, int threads)
 {
     gated_t job = {.cells = cells, .map = map, .a = a, .c = c, .slopes = slopes, .c_codes = c_codes, .c_most = c_most,
-                   .f_codes = f_codes, .f_most = f_most, .n = n, .tanh_form = tanh_form};
-    fan_out(gated_code_work, &job, (n + BLOCK - 1) / BLOCK, threads);
+                   .f_codes = f_codes, .f_most = f_most, .rows = rows, .width = width, .tanh_form = tanh_form};
+    fan_out_items(gated_code_work, &job, rows, width, threads);
 }
 
 void skimp_gated_back(const cells_t *cells, const block_t *map, const float *dy, const uint8_t *slopes,
                       const uint8_t *c_codes, const float *c_most, const uint8_t *f_codes, const float *f_most,
-                      float *da, float *dc, int64_t n, int threads)
+                      float *da, float *dc, int64_t rows, int64_t width, int threads)
 {
     gated_t job = {.cells = cells, .map = map, .dy = dy, .slopes = (uint8_t *)slopes, .c_codes = (uint8_t *)c_codes,
                    .c_most = (float *)c_most, .f_codes = (uint8_t *)f_codes, .f_most = (float *)f_most, .da = da,
-                   .dc = dc, .n = n};
-    fan_out(gated_back_work, &job, (n + BLOCK - 1) / BLOCK, threads);
+                   .dc = dc, .rows = rows, .width = width};
+    fan_out_items(gated_back_work, &job, rows, width, threads);
 }
 
 /* ---------------------------------------------------------------------------------------- norms, gain frozen */
