@@ -18,7 +18,7 @@ from skimp.activations.chunked_mlp import has_mlp
 from skimp.core.exact import ExactChoices
 from skimp.losses import default_rows
 from skimp.run.build import uses_fused
-from skimp.run.build_checks import adds_up, asks_compact
+from skimp.run.build_checks import adds_up, asks_compact, draws_codes
 
 #: "outside": only bytes and seconds outside the blocks change; "recomputed": those of recomputed blocks as well; "all".
 Touches = Literal["outside", "recomputed", "all"]
