@@ -303,17 +303,8 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
     notes: list[str] = []
     again = restarts(recipe, model, optimizer, simulated, notes.append)
     events = Events(*again, *([] if adapter is None else adapter.events(optimizer)))
-    return Run(
-        *built,
-        offload=away,
-        simulated=simulated,
-        layers=layers,
-        mlps=mlps,
-        compact=compact,
-        derivatives=derivatives,
-        events=events,
-        notes=notes,
-    )
+    beside: dict[str, Any] = {"layers": layers, "mlps": mlps, "compact": compact, "derivatives": derivatives}
+    return Run(*built, offload=away, simulated=simulated, events=events, notes=notes, **beside)
 
 
 def _stepper(head: Head, delivery: Delivery, layers: LayerSampler | None) -> FirstOrder:
