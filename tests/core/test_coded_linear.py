@@ -14,9 +14,10 @@ from skimp.core.codecs import NF4, Int4, Int8
 from skimp.core.coded import Coded, dense_rows, product, product_back, without_values
 from skimp.core.coded_linear import CodedLinear, coded_layers
 from skimp.core.errors import SkimpError
+from skimp.core.forms import reference_only
 from skimp.core.memory.tracker import Tracker
 from skimp.core.workspace import workspace_bytes
-from skimp.kernels.native import load
+from skimp.kernels.native.nf4 import load
 
 CODECS = pytest.mark.parametrize("codec", [NF4(), NF4(128, False), Int8(), Int4(16, False)], ids=str)
 
@@ -55,6 +56,21 @@ def test_forward_and_dx_are_those_of_the_decoded_matrix(
         ulp = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
         torch.testing.assert_close(y, expected, rtol=ulp, atol=20 * ulp)
         torch.testing.assert_close(dx, dx_expected, rtol=ulp, atol=20 * ulp)
+
+
+@pytest.mark.parametrize("codec", [NF4(), NF4(128, False)], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 4, 7, 8, 9])
+def test_a_few_rows_are_multiplied_from_the_codes(codec: Any, rows: int) -> None:
+    load()
+    module = layer(codec, 37, 256)
+    x = normal(rows, 256, seed=1)
+    assert module.bias is not None
+    expected = (x.double() @ module.weight.dense(torch.float64).t() + module.bias.double()).float()
+    torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=2e-5)
+    plain = layer(codec, 37, 256, bias=False)
+    torch.testing.assert_close(plain(x), expected - module.bias, rtol=1e-5, atol=3e-5)
+    with reference_only():
+        torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=2e-5)
 
 
 def test_a_bias_that_asks_for_a_gradient_gets_it_and_autocast_decides_the_dtype() -> None:

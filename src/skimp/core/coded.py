@@ -102,6 +102,10 @@ def product(base: Base, x: Tensor, bias: Tensor | None = None, *, transposed: bo
         w = base.to(x.dtype)
         w = w if transposed else w.t()
         return torch.mm(x, w) if bias is None else torch.addmm(bias, x, w)
+    directly = base.codec.few(base.parts, base.shape, x, bias) if hasattr(base.codec, "few") else None
+    if directly is not None:
+        few: Tensor = directly
+        return few
     starts = _starts(base)
     if len(starts) == 1:
         w = base.dense(x.dtype).t()

@@ -11,12 +11,14 @@ from skimp.core.coded_linear import CodedLinear, coded_layers
 from skimp.core.coded_model import take_named
 from skimp.core.registry import load
 from skimp.core.units import format_bytes
+from skimp.kernels.native.nf4 import load as load_native
 from skimp.run.base import checksum
 from skimp.run.tensor_bytes import Staging
 
 
 def weight_codec(recipe: Any) -> Any | None:
     """The codec of the frozen base; None where it is kept in the precision."""
+    load_native()
     asked = recipe.model.weights
     return None if asked is None else load(asked.name, "codec")(**asked.options())
 

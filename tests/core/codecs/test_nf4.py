@@ -14,7 +14,7 @@ from skimp.core.errors import SkimpError
 from skimp.core.forms import reference_only
 from skimp.core.memory.oracle import witness
 from skimp.core.workspace import workspace_bytes
-from skimp.kernels.native import load
+from skimp.kernels.native.nf4 import load
 
 BOTH = pytest.mark.parametrize("double_quant", [False, True])
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from skimp.core.codecs.base import check_floating, count
 from skimp.core.codecs.dynamic8 import Dynamic8
-from skimp.core.codecs.nf4_chunks import CHUNK, decode_range, encode_chunk
+from skimp.core.codecs.nf4_chunks import CHUNK, FEW_ROWS, decode_range, encode_chunk, few_rows
 from skimp.core.errors import SkimpError
 from skimp.core.forms import native_form
 from skimp.core.read import read
@@ -107,6 +107,19 @@ class NF4:
         columns = shape[1]
         return self._range(parts, shape, start * columns, stop * columns, dtype).view(stop - start, columns)
 
+    def few(self, parts: Mapping[str, Tensor], shape: Sequence[int], x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """x W' + bias straight from the codes, for at most 8 rows of float32; None where that form does not apply."""
+        whole = shape[1] % self.block == 0 and x.dtype == torch.float32 and 0 < x.shape[0] <= FEW_ROWS
+        if not whole or native_form("nf4_few", x.device) is None:
+            return None
+        split = x.view(x.shape[0], -1, 2).transpose(1, 2).contiguous()
+        return few_rows(split, parts["codes"], self._sides(parts), self.block, bias, shape[0])
+
+    def _sides(self, parts: Mapping[str, Tensor]) -> list[Tensor]:
+        if self.double_quant:
+            return [parts["absmax"], parts["nested_absmax"], parts["offset"]]
+        return [parts["absmax"]]
+
     def _range(
         self, parts: Mapping[str, Tensor], shape: Sequence[int], first: int, last: int, dtype: torch.dtype
     ) -> Tensor:
@@ -118,8 +131,7 @@ class NF4:
                 f"{n} elements need {(n + 1) // 2} and {-(-n // self.block)}",
                 "pass the shape that was encoded",
             )
-        sides = [parts["absmax"], parts["nested_absmax"], parts["offset"]] if self.double_quant else [parts["absmax"]]
-        return decode_range(parts["codes"], sides, self.block, first, last, dtype)
+        return decode_range(parts["codes"], self._sides(parts), self.block, first, last, dtype)
 
     def nbytes(self, shape: Sequence[int]) -> int:
         return sum(count(size) * dtype.itemsize for size, dtype in self.spec(shape).values())

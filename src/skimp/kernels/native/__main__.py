@@ -12,6 +12,7 @@ from skimp.kernels.native import build, pool
 from skimp.kernels.native.derivative import DERIVATIVE
 from skimp.kernels.native.four_bit import FOUR_BIT
 from skimp.kernels.native.layers import LAYERS
+from skimp.kernels.native.nf4 import NF4
 from skimp.kernels.native.sparse import SPARSE
 
 
@@ -21,7 +22,7 @@ def main() -> int:
         print("native kernels: no C compiler found; the torch references run, slower, with the same numbers")
     else:
         code = _built("native kernels", build.build)
-        for beside in (FOUR_BIT, LAYERS, SPARSE, DERIVATIVE):
+        for beside in (FOUR_BIT, LAYERS, NF4, SPARSE, DERIVATIVE):
             code = max(code, _built(beside.what, beside.make))
     if pool.compiler() is None:
         print("tensor pool: no C++ compiler found; the C library's allocator serves, slower or with more memory")
