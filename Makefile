@@ -98,10 +98,13 @@ bench-hf: $(BENCH) native  ## skimp against Hugging Face Trainer, side by side
 bench-attach: $(STAMP) native  ## skimp's techniques inside Hugging Face Trainer, rung by rung
 	$(BIN)/python benchmarks/attach.py $(ARGS)
 
-bench-galore: $(BENCH) native  ## low-rank gradients against galore-torch, on recorded gradients (a quarter of an hour)
+bench-galore: $(BENCH) native  ## low-rank gradients against galore-torch, on recorded gradients; memory against Trainer's
+	$(BIN)/python benchmarks/galore.py record
+	$(BIN)/python benchmarks/galore.py record
 	$(BIN)/python benchmarks/galore.py record
 	$(BIN)/python benchmarks/galore.py time
 	$(BIN)/python benchmarks/galore.py losses
+	$(BIN)/python benchmarks/galore.py memory
 
 bench-lora: $(BENCH) native  ## LoRA in skimp against PEFT and Trainer, side by side
 	$(BIN)/python benchmarks/lora.py $(ARGS)

@@ -1,8 +1,9 @@
 """The projected family against galore-torch on SmolLM2-135M, rank 128, on recorded real gradients.
 
-    python benchmarks/galore.py record  # 50 steps, a gradient of 2,048 tokens; 200 more, another (about ten minutes)
+    python benchmarks/galore.py record  # 50 steps, a gradient of 2,048 tokens; 200 more, another (five minutes a call)
     python benchmarks/galore.py time  # changes of basis, plain steps and their floor, energies (about two minutes)
     python benchmarks/galore.py losses  # the same training by both, exact SVD (about three minutes)
+    python benchmarks/galore.py memory  # whole processes: skimp and HF Trainer's galore_adamw_layerwise (three minutes)
 
 `record` goes on where it was stopped. Times are the best of `--rounds`, of all 210 matrices together; random gradients
 of the same shapes are the worst case of a sketch.
@@ -262,18 +263,73 @@ def losses(args: argparse.Namespace) -> None:
     print("\n".join(measure.verdicts([("losses equal galore-torch's", worst, "<=", 1e-3)])[0]))
 
 
+#: HF Trainer's layer-wise GaLore as it comes, and with every block recomputed: its least memory for the same step.
+LAYERWISE = {
+    "per_device_train_batch_size": ROWS, "optim": "galore_adamw_layerwise", "optim_target_modules": list(ROLES),
+    "optim_args": f"rank={RANK}, update_proj_gap=200, scale=0.25",
+}  # fmt: skip
+RIVALS = {"HF Trainer, layer-wise": {}, "HF Trainer, layer-wise, recompute": {"gradient_checkpointing": True}}
+OURS = {"skimp galore": "fp32", "skimp galore8bit": "int8"}
+
+
+def memory(args: argparse.Namespace) -> None:
+    """Highest resident bytes of whole processes over `--steps` steps of 4 × 512 tokens, rank 128, float32 weights."""
+    import json
+    import shutil
+
+    from hf import child
+    from hf_work import recipe
+
+    work = Path(args.work).resolve()
+    job = {"model": str(folder_of(args).resolve()), "text": str(work / "text.jsonl"), "ids": str(work / "ids.npy"),
+           "output": str(work / "out"), "seq": SEQ, "steps": args.steps, "rows": ROWS,
+           "out": str(work / "trainer.json"), "run_steps": args.steps}  # fmt: skip
+    child("prepare", job, work)
+    peaks, lines = {}, []
+    for name, more in RIVALS.items():
+        found = child("trainer", {**job, "settings": LAYERWISE | more}, work)
+        seconds = json.loads(Path(str(job["out"])).read_text("utf-8"))["seconds"]
+        peaks[name] = found.peak
+        lines.append([name, measure.gb(found.peak), "", f"{min(seconds):.1f} s"])
+        print(*lines[-1], file=sys.stderr, flush=True)
+    for name, states in OURS.items():
+        output = work / "run"
+        shutil.rmtree(output, ignore_errors=True)
+        words = recipe(job, output=str(output), budget=args.budget, report=False)
+        words["train"]["clip"] = None
+        words["optimizer"] = {"name": "galore", "rank": RANK, "states": states}
+        words["exact"] = {"in_backward": True}
+        path = work / "recipe.yaml"
+        path.write_text(json.dumps(words), "utf-8")
+        peaks[name] = measure.watch(measure.skimp("train", str(path)), work / "log.txt").check(name).peak
+        summary = json.loads((output / "summary.json").read_text("utf-8"))
+        seconds = [json.loads(x)["seconds"] for x in (output / "metrics.jsonl").read_text("utf-8").splitlines()]
+        planned = measure.gb(summary["planned_rss_bytes"])
+        lines.append([name, measure.gb(peaks[name]), planned, f"{min(seconds):.1f} s"])
+        print(*lines[-1], file=sys.stderr, flush=True)
+    print(f"{args.steps} steps of {ROWS} × {SEQ} tokens, rank {RANK}\n{measure.machine()}\n")
+    print(measure.table(["whole process", "highest", "planned", "fastest step"], lines))
+    theirs = list(peaks.values())[: len(RIVALS)]
+    print("\n" + "\n".join(measure.verdicts([
+        ("galore, of layer-wise as it comes", peaks["skimp galore"] / theirs[0], "<=", 0.35),
+        ("galore, of its least", peaks["skimp galore"] / min(theirs), "<=", 1.0),
+        ("galore8bit, bytes", peaks["skimp galore8bit"], "<=", 1.6e9),
+    ])[0]))  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("record", "time", "losses"))
+    parser.add_argument("what", choices=("record", "time", "losses", "memory"))
     parser.add_argument("--work", default="runs/bench-galore", help="folder of the model and the gradients")
-    parser.add_argument("--seconds", type=float, default=1e9, help="`record` stops in time after so many")
+    parser.add_argument("--seconds", type=float, default=300.0, help="`record` stops in time after so many; call again")
     parser.add_argument("--first", type=int, default=50, help="step of the first recorded gradient")
     parser.add_argument("--gap", type=int, default=200, help="steps from there to the second")
     parser.add_argument("--rounds", type=int, default=3, help="repetitions of what is timed")
-    parser.add_argument("--steps", type=int, default=4, help="steps of `losses`")
+    parser.add_argument("--steps", type=int, default=4, help="steps of `losses`, `memory`")
+    parser.add_argument("--budget", default="1.6GB", help="of skimp's runs in `memory`")
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))
-    {"record": record, "time": timed, "losses": losses}[args.what](args)
+    {"record": record, "time": timed, "losses": losses, "memory": memory}[args.what](args)
 
 
 if __name__ == "__main__":

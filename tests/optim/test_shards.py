@@ -13,12 +13,13 @@ import torch
 
 from skimp.core.errors import SkimpError
 from skimp.core.forms import reference_only
-from skimp.core.registry import load
+from skimp.core.registry import load, methods
 from skimp.core.sharded import Part, beside, largest_part, local, part_of, zeros_beside
 from skimp.optim import AdamMini, AdamW8bit, AdamWBF16
 from skimp.optim.adamw4bit_step import adamw4bit
 from skimp.optim.adamw8bit_step import adamw8bit
 from skimp.optim.adamw_bf16_step import adamw_bf16
+from skimp.optim.family_facts import FAMILY
 
 OPTIONS = (1e-2, 0.9, 0.999, 1e-8, 0.1, 3, 77)
 
@@ -158,7 +159,18 @@ def test_parameters_put_into_the_groups_by_others_keep_their_names() -> None:
 HIDDEN = {"role": "up", "columns": False, "head_dim": 0}
 
 
-@pytest.mark.parametrize("name", ["muon", "dion", "adafactor", "came", "stable-spam"])
+#: Rules whose updates are functions of whole matrices; all others have a row of two processes (`contract`).
+WHOLE = ["muon", "dion", "adafactor", "came", "stable-spam"]
+PROJECTED = [f.name for f in FAMILY]
+
+
+def test_every_rule_shards_or_is_refused_a_shard() -> None:
+    rules = {name for name, facts in methods().items() if facts.kind == "update rule"}
+    by_element = {"adamw", "adamw-bf16", "adamw8bit", "adamw4bit", "lion", "spam"}
+    assert rules == by_element | {"adam-mini", *WHOLE, *PROJECTED}
+
+
+@pytest.mark.parametrize("name", [*WHOLE, *PROJECTED])
 def test_what_is_updated_as_a_whole_refuses_a_shard_and_takes_a_copy(second_of_four: None, name: str) -> None:
     """A shard would be another rule; a replicated parameter is whole on every process."""
     tensors = importlib.import_module("torch.distributed.tensor")
@@ -167,7 +179,9 @@ def test_what_is_updated_as_a_whole_refuses_a_shard_and_takes_a_copy(second_of_f
 
     def stepped(placement: Any) -> None:
         p = torch.nn.Parameter(tensors.distribute_tensor(torch.randn(8, 12), mesh, [placement]))
-        rule = make([{"params": [("w", p)], **HIDDEN}], lr=0.1)
+        more = {"rank": 1 if name == "apollo-mini" else 2} if name in PROJECTED else {}
+        more |= {"history": 1} if name == "natural-galore" else {}
+        rule = make([{"params": [("w", p)], **HIDDEN}], lr=0.1, **more)
         p.grad = tensors.distribute_tensor(torch.ones(8, 12), mesh, [placement])
         before = local(p).clone()
         rule.step()

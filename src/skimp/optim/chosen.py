@@ -36,7 +36,7 @@ class Chosen(UpdateRule):
             return None
         if not self.stages.projector.saves:
             return rank
-        return rank if self._bytes(self._spec(p.shape, p.dtype, rank)) < self._bytes(self._whole(p)) else None
+        return rank if self._bytes(self._spec(p.shape, p.dtype, rank)) < self._unprojected(p) else None
 
     def asked_rank(self, p: Tensor) -> int | None:
         """The rank asked for a parameter that is a matrix between hidden states; None for every other."""
@@ -67,7 +67,7 @@ class Chosen(UpdateRule):
         if rank > min(p.shape):
             found, why = f"the largest matrix is {tuple(p.shape)}", f"it has {min(p.shape)} directions"
         else:
-            low, whole = self._bytes(self._spec(p.shape, p.dtype, rank)), self._bytes(self._whole(p))
+            low, whole = self._bytes(self._spec(p.shape, p.dtype, rank)), self._unprojected(p)
             found = f"{low:,} bytes of state for {tuple(p.shape)}, {whole:,} unprojected"
             why = f"it saves nothing from rank {most + 1} on"
         ways = [f"rank {most} at most"] if most else []
@@ -75,7 +75,7 @@ class Chosen(UpdateRule):
 
     def break_even(self, p: Tensor) -> int:
         """The largest rank at which this matrix's state is smaller than unprojected; 0 where there is none."""
-        whole, low, high = self._bytes(self._whole(p)), 0, min(p.shape)
+        whole, low, high = self._unprojected(p), 0, min(p.shape)
         while low < high:
             middle = (low + high + 1) // 2
             small = self._bytes(self._spec(p.shape, p.dtype, middle)) < whole
@@ -97,6 +97,10 @@ class Chosen(UpdateRule):
 
     def _whole(self, p: Tensor) -> Spec:
         return plain_spec(largest_part(p), p.dtype, p.numel(), self.stages.states)
+
+    def _unprojected(self, p: Tensor) -> int:
+        """Bytes of the whole parameter's state if it stayed whole, however it is sharded."""
+        return self._bytes(plain_spec(p.shape, p.dtype, p.numel(), self.stages.states))
 
     @staticmethod
     def _bytes(spec: Spec) -> int:
