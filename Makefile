@@ -19,7 +19,7 @@ SHORT := train.steps=3 data.seq_len=128 train.batch_tokens=512 eval.tokens=1024
 
 .DEFAULT_GOAL := help
 .PHONY: help install native train quickstart-short test test-all test-triton lint format types docs docs-serve \
-        bench-hf bench-attach bench-lora bench-nf4 bench-galore bench-oracle bench-plan bench-memtracker bench-ladder \
+        bench-hf bench-attach bench-lora bench-nf4 bench-s2ft bench-galore bench-oracle bench-plan bench-memtracker bench-ladder \
         bench-accuracy bench-optim bench-offload bench-step-time bench-gpu bench-kills bench-faults bench-loggers \
         pictures clean
 
@@ -111,6 +111,9 @@ bench-lora: $(BENCH) native  ## LoRA in skimp against PEFT and Trainer, side by 
 
 bench-nf4: $(BENCH) native  ## products with 4-bit weights against bitsandbytes and dense ones, on this CPU
 	$(BIN)/python benchmarks/nf4.py $(ARGS)
+
+bench-s2ft: $(BENCH) native  ## backward of S2FT against LoRA's, at as many trained numbers
+	$(BIN)/python benchmarks/s2ft.py $(ARGS)
 
 bench-oracle: install  ## simulated peak against the allocator's own events
 	$(BIN)/python benchmarks/oracle.py $(ARGS)
