@@ -19,7 +19,8 @@ SHORT := train.steps=3 data.seq_len=128 train.batch_tokens=512 eval.tokens=1024
 
 .DEFAULT_GOAL := help
 .PHONY: help install native train quickstart-short test test-all test-triton lint format types docs docs-serve \
-        bench-hf bench-attach bench-lora bench-nf4 bench-s2ft bench-galore bench-oracle bench-plan bench-memtracker bench-ladder \
+        bench-hf bench-attach bench-lora bench-nf4 bench-s2ft bench-galore bench-oracle bench-plan \
+        bench-memtracker bench-ladder \
         bench-accuracy bench-optim bench-offload bench-step-time bench-gpu bench-kills bench-faults bench-loggers \
         pictures clean
 

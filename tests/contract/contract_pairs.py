@@ -97,6 +97,10 @@ SWITCHES: dict[str, Switch] = {
 
 CODECS = ("nf4", "int8", "int4")
 SWITCHES |= {name: Switch(_coded(name), overrides=(f"model.weights={name}", "adapter={r: 4}")) for name in CODECS}
+SWITCHES["sst"] = Switch(
+    lambda run: "weight" not in run.adapter.module(next(iter(run.adapter.modules)))._parameters,
+    overrides=("adapter={name: sst, r: 8, every: 20, warmup: 2}",),
+)
 SWITCHES |= {name: Switch(_rule(name), overrides=(f"optimizer={name}",)) for name in RULES}
 SWITCHES |= {name: Switch(_rule(name), overrides=(override,)) for name, override in FAMILY.items()}
 

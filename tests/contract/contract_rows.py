@@ -111,6 +111,8 @@ LISA = ("train.layers={name: lisa, active: 2, every: 20}", "train.seed=2")
 LISA_BLOCKS = ("train.layers={name: lisa, active: 2, every: 20, embeddings: false, head: false}",)
 S2FT = ("adapter={name: s2ft, v: 0.5, o: 0.25, u: 0.05, d: 0.1}",)
 QLORA = ("model.weights=nf4", "adapter=lora")
+#: A draw within the steps of a resume, and the end of a round.
+SST = ("adapter={name: sst, r: 8, every: 2, warmup: 1, draws: 2}",)
 OWLORE = ("train.layers={name: owlore, active: 2, threshold: 4}", "train.seed=2")
 
 TECHNIQUES: dict[str, Technique] = {
@@ -203,6 +205,12 @@ TECHNIQUES: dict[str, Technique] = {
     "derivative-plain-kernels": Technique(overrides=(*DERIVATIVE, "exact.kernels=plain")),
     "derivative-stochastic": Technique(overrides=("activations.derivative={rounding: stochastic}",)),
     "lora-derivative": Technique(overrides=("adapter=lora", *DERIVATIVE)),
+    "sst": Technique(overrides=SST),
+    "sst-recompute": Technique({"recompute": (0, 2)}, SST, base="sst"),
+    "sst-accumulation": Technique({"micro_rows": 1}, SST, base="sst", reordered=True),
+    "sst-in-backward": Technique({"in_backward": True}, SST, base="sst"),
+    "sst-8-bit": Technique(overrides=(*SST, "optimizer=adamw8bit")),
+    "sst-bf16-mixed": Technique(overrides=("adapter={name: sst, r: 8, every: 3, warmup: 1}", "precision=bf16-mixed")),
     "lisa": Technique(overrides=LISA),
     "lisa-in-backward": Technique({"in_backward": True}, LISA, base="lisa"),
     "lisa-recompute": Technique({"recompute": tuple(range(BLOCKS))}, LISA, base="lisa"),

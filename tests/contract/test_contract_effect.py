@@ -11,6 +11,7 @@ import torch
 from contract_rows import BLOCKS, STYLES, TECHNIQUES, Technique, batch_of, make_run
 
 import skimp.activations.recompute
+from skimp.adapters.sst import SST
 from skimp.core.away import Away
 from skimp.core.errors import EffectError
 from skimp.core.gradients import AfterBackward, InBackward
@@ -72,6 +73,21 @@ def test_mutation_an_adapted_layer_that_runs_plain() -> None:
 
     with pytest.raises(EffectError, match="no gradient reached them"):
         first_step("lora", disable=plain)
+
+
+def test_mutation_vectors_that_are_not_brought_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SST, "after_step", lambda self: None)
+    with pytest.raises(EffectError, match="not of length 1"):
+        first_step("sst")
+
+
+def test_mutation_a_spectral_layer_that_keeps_its_weight() -> None:
+    def keep(run: Run) -> None:
+        module = run.adapter.module(next(iter(run.adapter.modules)))  # type: ignore[union-attr, attr-defined]
+        module.register_parameter("weight", torch.nn.Parameter(torch.zeros(2, 2), requires_grad=False))
+
+    with pytest.raises(EffectError, match="still has its weight"):
+        first_step("sst", disable=keep)
 
 
 def test_mutation_a_sliced_layer_that_runs_plain() -> None:

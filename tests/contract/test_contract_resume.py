@@ -29,6 +29,8 @@ FAST = [
     ("lora-full", "llama-tied"),
     ("s2ft-permuted", "llama-tied"),
     ("derivative-stochastic", "llama-tied"),
+    ("sst", "gpt2"),
+    ("sst-bf16-mixed", "llama-tied"),
     ("galore8bit-compact-adds-up", "llama-tied"),
     ("momentum-reset", "llama-tied"),
     ("refactor", "llama-tied"),

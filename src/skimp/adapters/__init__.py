@@ -16,6 +16,8 @@ _WHERE = {
     "LoRA": "lora",
     "S2FT": "s2ft",
     "S2FTSpec": "s2ft_select",
+    "SST": "sst",
+    "SSTSpec": "sst_spec",
     "Served": "s2ft_adapter",
     "SliceAdapter": "s2ft_adapter",
     "Spec": "spec",

@@ -67,6 +67,8 @@ class Handle(ABC):
     """
 
     merges: ClassVar[bool] = True
+    #: `named_state` holds every weight of the model, so that no base has to lie anywhere.
+    whole: ClassVar[bool] = False
     name: str
     model: nn.Module
     structure: Structure
@@ -162,6 +164,9 @@ class Handle(ABC):
     def events(self, optimizer: Any) -> list[Event]:
         """What happens every so many optimizer steps."""
         return []
+
+    def after_step(self) -> None:  # noqa: B027 (most methods have nothing to mend)
+        """Once the optimizer has moved everything: bring what trained back to where it belongs."""
 
     def peaks(self) -> dict[str, int]:
         """Bytes above what rests, by phase, that no optimizer step shows: attaching, merging on the way."""

@@ -3,7 +3,23 @@
 from __future__ import annotations
 
 from skimp.core.option import Option
-from skimp.core.registry import Facts, Paper
+from skimp.core.registry import Conflict, Facts, Paper
+
+_NO_SLICE = Conflict(
+    "blocks are drawn without regard to where slices lie, and a draw over all blocks leaves some without any: in a "
+    "period whose active blocks have none, nothing at all would train",
+    "adapter: s2ft alone, whose slices are few already; or train.layers alone",
+)
+_RESTS = Conflict(
+    "vectors are drawn, renormalised and decomposed by the run's steps in every layer; a block that rests through a "
+    "draw would get other vectors before it has trained those",
+    "adapter: sst alone, or train.layers alone",
+)
+_LENGTH_ONE = Conflict(
+    "entries of a vector of length 1 are near 1 / sqrt(outputs); bfloat16's steps there are larger than a training "
+    "step, and each return to length 1 would round the vector anew",
+    "precision: bf16-mixed: float32 factors, products in bfloat16",
+)
 
 SLICES: list[Facts] = [
     Facts(
@@ -20,6 +36,7 @@ SLICES: list[Facts] = [
             "S2FT: Efficient, Scalable and Generalizable LLM Fine-tuning by Structured Sparsity", 2024, "2412.06289"
         ),
         stages=("fine-tuning",),
+        conflicts=dict.fromkeys(("lisa", "owlore", "badam"), _NO_SLICE),
         options={
             "v": Option(0.0, "Share of the key/value heads whose rows of the value projection train.", least=0, most=1),
             "o": Option(
@@ -40,6 +57,32 @@ SLICES: list[Facts] = [
                 False,
                 "Move what trains side by side, each head and channel as a whole; the function stays, to rounding.",
             ),
+        },
+    ),
+    Facts(
+        name="sst",
+        kind="adapter",
+        summary="train linear layers as U diag(sigma) V': all singular values at every step, a few vectors at a time, "
+        "drawn anew every so often; from scratch as well",
+        where="skimp.adapters.sst:SST",
+        attacks=("gradients", "optimizer"),
+        exact=False,
+        saves="a square layer of width m in float32 with AdamW takes 8 m^2 + 24 r m bytes instead of 16 m^2: less "
+        "while r < m / 3. Weights alone grow to twice their bytes, and so do their products",
+        paper=Paper(
+            "Sparse Spectral Training and Inference on Euclidean and Hyperbolic Neural Networks", 2024, "2405.15481"
+        ),
+        conflicts={
+            **dict.fromkeys(("lisa", "owlore", "badam"), _RESTS),
+            **dict.fromkeys(("bf16", "adamw-bf16"), _LENGTH_ONE),
+        },
+        shared=("targets",),
+        options={
+            "r": Option(64, "Singular vectors of each layer that train at a time.", least=1),
+            "every": Option(200, "Optimizer steps of a draw.", least=2),
+            "warmup": Option(20, "Steps over which the learning rate climbs back after a draw.", least=0),
+            "mix": Option(0.5, "Share of the uniform part of the draw's probabilities.", least=0, most=1),
+            "draws": Option(0, "Draws of a round; 0: as many as visit about all vectors, k / r.", least=0),
         },
     ),
 ]

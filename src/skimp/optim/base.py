@@ -8,7 +8,7 @@ the effect check.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, Literal
@@ -320,6 +320,12 @@ class UpdateRule(torch.optim.Optimizer):
                 self._restore(p, saved[index])
             else:
                 self.state.pop(p, None)
+
+    def reset_moments(self, parameters: Iterable[Tensor] | None = None) -> int:
+        """`optim.refactor.reset_moments` of these parameters, or of all."""
+        from skimp.optim.refactor import reset_moments
+
+        return reset_moments(self, parameters)
 
     # ---- groups and names
 

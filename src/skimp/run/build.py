@@ -115,6 +115,8 @@ class Run:
             for group in self.optimizer.param_groups if factor != 1.0 else ():
                 group["lr"] *= factor
             yield
+            if self.adapter is not None:
+                self.adapter.after_step()
         finally:
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate

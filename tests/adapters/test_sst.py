@@ -1,0 +1,225 @@
+"""Spectral training of a model: replacement, what trains, draws, rounds, dense again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from skimp.adapters.sst import LEFT, ORDER, RIGHT, SIGMA, SST, U, V
+from skimp.adapters.sst_spec import SSTSpec
+from skimp.core.errors import ConflictError, EffectError, SkimpError
+from skimp.core.events import Events
+from skimp.core.structure import read_structure
+from skimp.optim import AdamW, AdamW8bit
+
+IDS = torch.arange(1, 25).view(2, 12)
+SPEC = SSTSpec(r=8, every=3, warmup=1, draws=2)
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(input_ids=IDS, use_cache=False).logits
+    return found
+
+
+def steps(sst: SST, optimizer: Any, count: int, events: Events | None = None, first: int = 0) -> list[float]:
+    """A plain loop, as the docstring shows it."""
+    events = events or Events(*sst.events(optimizer))
+    losses = []
+    model: Any = sst.model
+    for step in range(first, first + count):
+        events.run(step)
+        optimizer.zero_grad()
+        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        sst.after_step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {n: t.detach().clone() for n, t in tensors.items()}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
+def test_replacement_leaves_logits_and_merging_gives_the_weights_back(
+    make_tiny: Callable[..., Any], family: str
+) -> None:
+    model = make_tiny(family)
+    before, weights = logits(model), state(model)
+    sst = SST(model, SPEC)
+    assert not any("weight" in sst.module(n)._parameters for n in sst.modules)
+    torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-5)
+    merged = sst.merge(keep=True, probe=lambda: logits(model))
+    assert merged.logits is not None
+    assert merged.logits < 1e-5
+    for name in sst.modules:
+        torch.testing.assert_close(model.get_parameter(f"{name}.weight"), weights[f"{name}.weight"], rtol=0, atol=1e-5)
+    sst.unmerge()
+    assert (
+        sst.module(next(iter(sst.modules))).sst_u.data_ptr() == sst.module(next(iter(sst.modules))).sst_left.data_ptr()
+    )
+    torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-5)
+
+
+def test_what_trains_and_what_it_takes(make_tiny: Callable[..., Any]) -> None:
+    """Gradients and states of m x r, n x r and m shapes alone beside what the model trains anyway."""
+    model = make_tiny("llama")
+    sst = SST(model, SPEC)
+    optimizer = AdamW(model.named_parameters(), lr=1e-3)
+    steps(sst, optimizer, 1)
+    spectral = {n: p for n, p in sst.named_parameters() if n.rpartition(".")[2] in (SIGMA, U, V)}
+    assert len(spectral) == 3 * 14
+    expected = sum(8 * sum(shape) + min(shape) for shape in sst.shapes.values())
+    assert sum(p.numel() for p in spectral.values()) == expected == sum(row.parameters for row in sst.table())
+    held = sum(v.numel() for p in spectral.values() for v in optimizer.state[p].values() if isinstance(v, Tensor))
+    assert held == 2 * expected
+    assert {n for n, _ in model.named_parameters()} == {n for n, _ in sst.named_parameters()}
+    at = {(n, key): sst.module(n)._buffers[key].data_ptr() for n in sst.modules for key in (LEFT, RIGHT, ORDER)}
+    steps(sst, optimizer, 6, first=1)
+    assert at == {(n, key): sst.module(n)._buffers[key].data_ptr() for n, key in at}
+    assert all(sst.module(n).sst_u.data_ptr() == sst.module(n).sst_left.data_ptr() for n in sst.modules)
+
+
+def test_lengths_stay_one_singular_values_stay_above_zero_and_resting_vectors_rest(
+    make_tiny: Callable[..., Any],
+) -> None:
+    sst = SST(make_tiny("llama"), SPEC)
+    optimizer = torch.optim.AdamW(sst.model.parameters(), lr=5e-2)
+    events = Events(*sst.events(optimizer))
+    for step in range(7):
+        before = state(sst.model)
+        events_fired = events.due(step)
+        steps(sst, optimizer, 1, events, step)
+        for name in sst.modules:
+            module = sst.module(name)
+            assert float(module.sst_sigma.detach().min()) >= 0.0
+            for key in (LEFT, RIGHT):
+                assert float((module._buffers[key].norm(dim=1) - 1).abs().max()) < 1e-6 + 4e-7
+                if not events_fired:
+                    assert torch.equal(module._buffers[key][8:], before[f"{name}.{key}"][8:])
+                    assert not torch.equal(module._buffers[key][:8], before[f"{name}.{key}"][:8])
+    assert any(float(sst.module(n).sst_sigma.detach().min()) == 0.0 for n in sst.modules)  # clamped, and may return
+
+
+def test_a_draw_swaps_rows_and_begins_their_moments_anew(make_tiny: Callable[..., Any]) -> None:
+    sst = SST(make_tiny("llama"), SPEC)
+    optimizer = AdamW(sst.model.named_parameters(), lr=1e-2)
+    events = Events(*sst.events(optimizer))
+    steps(sst, optimizer, 3, events)
+    shown, before = logits(sst.model), state(sst.model)
+    assert events.due(3) == ["sst-draw"]
+    events.run(3)
+    torch.testing.assert_close(logits(sst.model), shown, rtol=0, atol=1e-5)
+    name = "model.layers.0.mlp.up_proj"
+    module = sst.module(name)
+    order, old = module.sst_order, before[f"{name}.{ORDER}"]
+    assert not torch.equal(order[:8], old[:8])
+    assert torch.equal(module.sst_left[order.argsort()], before[f"{name}.{LEFT}"][old.argsort()])
+    for key, zero in ((U, True), (V, True), (SIGMA, False)):
+        moments = optimizer.state[module._parameters[key]]
+        assert (moments["step"] == 0) is zero
+        assert bool((moments["m"] == 0).all()) is zero
+    assert events.lr_factor(3) == 0.5
+    assert events.lr_factor(4) == 1.0
+
+
+def test_a_round_ends_orthogonal_sorted_and_with_the_same_function(make_tiny: Callable[..., Any]) -> None:
+    sst = SST(make_tiny("llama"), SPEC)
+    optimizer = AdamW(sst.model.named_parameters(), lr=2e-2)
+    events = Events(*sst.events(optimizer))
+    steps(sst, optimizer, 6, events)
+    shown = logits(sst.model)
+    drifted = sst.module("model.layers.0.mlp.up_proj").sst_left
+    assert float((drifted @ drifted.t() - torch.eye(64)).abs().max()) > 1e-3
+    assert events.due(6) == ["sst-round", "sst-draw"]
+    events.run(6)
+    torch.testing.assert_close(logits(sst.model), shown, rtol=0, atol=1e-5)
+    for name in sst.modules:
+        module = sst.module(name)
+        for key in (LEFT, RIGHT):
+            rows = module._buffers[key]
+            assert float((rows @ rows.t() - torch.eye(rows.shape[0])).abs().max()) < 1e-5
+        assert bool((module.sst_sigma[:-1] >= module.sst_sigma[1:]).all())
+        assert optimizer.state[module.sst_sigma]["step"] == 0
+
+
+@pytest.mark.parametrize("make", [AdamW, AdamW8bit, torch.optim.AdamW])
+def test_a_plain_loop_learns_across_draws_with_any_optimizer(make_tiny: Callable[..., Any], make: Any) -> None:
+    sst = SST(make_tiny("llama"), SPEC)
+    names = sst.model.named_parameters() if make is not torch.optim.AdamW else sst.model.parameters()
+    losses = steps(sst, make(names, lr=3e-3), 14)
+    assert losses[-1] < 0.7 * losses[0]
+    assert all(b < a + 0.5 for a, b in zip(losses, losses[1:], strict=False))  # no spike where moments begin anew
+
+
+def test_rebuilt_from_meta_and_state(make_tiny: Callable[..., Any]) -> None:
+    sst = SST(make_tiny("llama"), SPEC)
+    steps(sst, torch.optim.AdamW(sst.model.parameters(), lr=1e-2), 4)
+    saved = {n: t.detach().clone() for n, t in sst.named_state()}
+    assert not any(n.endswith((f".{U}", f".{V}")) for n in saved)
+    other = make_tiny("llama")
+    again = SST.rebuild(other, read_structure(other), sst.meta())
+    again.load(saved.__getitem__)
+    assert torch.equal(logits(other), logits(sst.model))
+    spectra = SST.merging(sst.meta(), frozenset(saved), saved.__getitem__)
+    assert spectra.changed == {f"{n}.weight" for n in sst.modules}
+    for name in sst.modules:
+        found = spectra.apply(f"{name}.weight", torch.full(sst.shapes[name], 9.0), False)
+        torch.testing.assert_close(found, sst.dense(name).detach(), rtol=0, atol=0)
+
+
+def test_merged_with_a_share_of_the_singular_values(make_tiny: Callable[..., Any]) -> None:
+    sst = SST(make_tiny("llama"), SPEC)
+    sst.merge(values=0.25)
+    ranks = {int(torch.linalg.matrix_rank(sst.module(n).weight)) for n in sst.modules}
+    assert ranks == {16, 8}  # a quarter of 64; of the 32 of keys and values
+
+
+def test_what_cannot_be_is_refused(make_tiny: Callable[..., Any]) -> None:
+    with pytest.raises(
+        SkimpError, match=r"adapter\.r=40[\s\S]*32 singular vectors in model\.layers\.0\.self_attn\.k_proj"
+    ):
+        SST(make_tiny("llama"), SSTSpec(r=40))
+    with pytest.raises(ConflictError, match=r"bfloat16[\s\S]*bf16-mixed"):
+        SST(make_tiny("llama").to(torch.bfloat16), SPEC)
+    with pytest.raises(SkimpError, match="the rate would never be full again"):
+        sst = SST(make_tiny("llama"), SSTSpec(r=8, every=3, warmup=3))
+        sst.events(torch.optim.AdamW(sst.model.parameters()))
+    sst = SST(make_tiny("llama"), SPEC)
+    with pytest.raises(ConflictError, match=r"sst_sigma[\s\S]*an addition and a spectrum"):
+        SST(sst.model, SPEC)
+    with pytest.raises(ConflictError, match="nothing is merged"):
+        sst.unmerge()
+    with pytest.raises(ConflictError, match=r"originals are not given[\s\S]*merge\(\)"):
+        sst.detach()
+    with pytest.raises(ConflictError, match="PEFT"):
+        sst.peft("base")
+    sst.merge()
+    with pytest.raises(ConflictError, match="without keeping"):
+        sst.unmerge()
+    with pytest.raises(EffectError, match="merged"):
+        sst.assert_effect({}, {})
+
+
+def test_detach_puts_the_given_base_back_to_the_bit(make_tiny: Callable[..., Any]) -> None:
+    model = make_tiny("gpt2")
+    base, shown = state(model), logits(model)
+    sst = SST(model, SPEC)
+    steps(sst, torch.optim.AdamW(model.parameters(), lr=1e-2), 2)
+    sst.detach(base)
+    after = state(model)
+    assert after.keys() == base.keys()
+    assert all(torch.equal(after[n], base[n]) for n in base)
+    assert torch.equal(logits(model), shown)
+
+
+def test_a_plain_spec_is_plain_values() -> None:
+    spec = SSTSpec(r=3, targets=("q_proj",))
+    assert SSTSpec.from_dict(spec.as_dict()) == spec
