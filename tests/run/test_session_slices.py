@@ -11,7 +11,9 @@ from session_cases import Heard, lines, merged
 from transformers import AutoModelForCausalLM
 
 import skimp
+from skimp.adapters.sst import SST as SpectralHandle
 from skimp.core.errors import SkimpError
+from skimp.core.structure import read_structure
 from skimp.export.adapter import export_adapter
 from skimp.export.merged import export_merged
 from skimp.run.checkpoint_folder import latest
@@ -66,11 +68,49 @@ def test_s2ft_is_exported_merged_and_for_peft(recipe: dict[str, Any], tiny_folde
     assert float((logits(adapted) - plain).abs().max()) > 0.01
 
 
+SST = {"name": "sst", "r": 8, "every": 2, "warmup": 1, "draws": 2}
+
+
+@pytest.mark.parametrize("scratch", [False, True])
+def test_sst_is_resumed_to_the_bit_and_exported(
+    recipe: dict[str, Any], tiny_folder: Path, tmp_path: Path, scratch: bool
+) -> None:
+    """A draw at steps 2 and 4, the end of a round at 4: stopped before, at and between them."""
+    if scratch:
+        recipe = {**recipe, "model": {"name": str(tiny_folder), "init": "scratch"}}
+    whole = start(recipe, SST, output=str(tmp_path / "whole"))
+    start(recipe, SST, Heard(stop_at=3))
+    start(recipe, SST, Heard(stop_at=4), resume=True)
+    outcome = start(recipe, SST, resume=True)
+    assert [s["loss"] for s in lines(outcome.folder / "metrics.jsonl")] == [
+        s["loss"] for s in lines(whole.folder / "metrics.jsonl")
+    ]
+    with load(latest(outcome.folder / "checkpoints")) as found, load(latest(whole.folder / "checkpoints")) as expected:
+        for name in expected.names("adapter"):
+            assert torch.equal(found.read("adapter", name), expected.read("adapter", name)), name
+        spectral = AutoModelForCausalLM.from_pretrained(tiny_folder)
+        again = SpectralHandle.rebuild(spectral, read_structure(spectral), found.meta["adapter"])
+        again.load(lambda name: found.read("adapter", name))
+    assert outcome.summary["loss_last"] < outcome.summary["loss_first"]
+    stored = find(str(outcome.folder))
+    export_merged(stored, tmp_path / "merged")
+    stored.close()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert sum(p.numel() for p in model.parameters()) == sum(
+        p.numel() for p in AutoModelForCausalLM.from_pretrained(tiny_folder).parameters()
+    )
+    torch.testing.assert_close(logits(model), logits(spectral), rtol=0, atol=1e-5)
+    with pytest.raises(SkimpError, match="PEFT"):
+        export_adapter(find(str(outcome.folder)), tmp_path / "peft")
+
+
 @pytest.mark.parametrize(
     ("adapter", "said"),
     [
         ({"name": "s2ft", "o": 0.01, "d": 0}, r"adapter\.o=0\.01[\s\S]*0 of 8 query heads[\s\S]*o=0\.125"),
         ({"name": "s2ft", "o": 0, "d": 0}, r"all are 0"),
+        ({"name": "sst", "r": 500}, r"adapter\.r=500[\s\S]*64 singular vectors"),
+        ({"name": "sst", "r": 8, "targets": ["q_porj"]}, r"did you mean 'q_proj'"),
         ({"name": "s2ft", "r": 4}, r"adapter\.r[\s\S]*s2ft takes v, o, u, d"),
         ({"name": "s2ft", "select": "gradient"}, r"adapter\.select[\s\S]*random, weight"),
     ],

@@ -15,6 +15,10 @@ _RESTS = Conflict(
     "draw would get other vectors before it has trained those",
     "adapter: sst alone, or train.layers alone",
 )
+_NO_CODES = Conflict(
+    "spectra take the place of the weights and all of them train; codes are frozen",
+    "adapter: lora on the coded base, or sst on a dense one",
+)
 _LENGTH_ONE = Conflict(
     "entries of a vector of length 1 are near 1 / sqrt(outputs); bfloat16's steps there are larger than a training "
     "step, and each return to length 1 would round the vector anew",
@@ -75,6 +79,7 @@ SLICES: list[Facts] = [
         conflicts={
             **dict.fromkeys(("lisa", "owlore", "badam"), _RESTS),
             **dict.fromkeys(("bf16", "adamw-bf16"), _LENGTH_ONE),
+            **dict.fromkeys(("nf4", "int8", "int4"), _NO_CODES),
         },
         shared=("targets",),
         options={

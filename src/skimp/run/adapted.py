@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from skimp.core.coded_model import is_transposed, linear_layers
 from skimp.core.errors import CheckpointError, ConflictError
@@ -24,6 +24,33 @@ from skimp.run.skeleton import skeleton
 from skimp.run.stored import Stored, names_for
 from skimp.run.tensor_bytes import Spec, Staging
 from skimp.run.weights import owners
+
+
+class NoBase:
+    """Stands where a base would, for an adapter whose own tensors are all of the model: shapes, and zeros nobody keeps.
+
+    Args:
+        model: without storage. dtype: of its weights.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        named = model.named_parameters(remove_duplicate=False)
+        self._specs = {name: Spec(dtype, tuple(p.shape)) for name, p in named}
+
+    def specs(self) -> Mapping[str, Spec]:
+        return self._specs
+
+    def read(self, name: str) -> Tensor:
+        return torch.zeros(self._specs[name].shape, dtype=self._specs[name].dtype)
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        target.zero_()
+
+    def check(self) -> None:
+        """There is nothing to hold it against."""
+
+    def close(self) -> None:
+        """There is no file."""
 
 
 class AdaptedTensors:

@@ -16,9 +16,10 @@ from torch import nn
 
 from skimp.core.codecs import from_meta
 from skimp.core.errors import CheckpointError, ModelError, SkimpError
+from skimp.core.registry import load
 from skimp.core.structure import Structure, read_structure
 from skimp.run.adapt import put_back
-from skimp.run.adapted import AdaptedTensors
+from skimp.run.adapted import AdaptedTensors, NoBase
 from skimp.run.build import DTYPES
 from skimp.run.checkpoint_folder import STATE, best_checkpoint, complete_steps, latest, step_name
 from skimp.run.checkpoint_read import Checkpoint
@@ -169,25 +170,29 @@ def _on_base(source: Any, recipe: Any, saved: Checkpoint) -> Stored:
     """The adapter of a checkpoint on the base it was trained on, which is loaded from its own source."""
     from skimp.recipe import fetch_model
 
-    if recipe.model.init == "scratch":
+    dtype = DTYPES[recipe.precision]
+    meta = saved.meta["adapter"]
+    whole = load(meta.get("name", "lora"), "adapter").whole
+    if recipe.model.init == "scratch" and not whole:
         raise ModelError(
             f"the adapter in {saved.path}",
             "a base drawn at random (model.init=scratch)",
             "a random base is made in memory when a run begins, and lies nowhere to be read from",
             "train the model itself, or an adapter on weights that are kept",
         )
-    here = fetch_model(source)
-    assert here.weights is not None
-    dtype = DTYPES[recipe.precision]
-    base = open_stored(here.weights, skeleton(source.config, dtype).config)
+    base: Stored = NoBase(skeleton(source.config, dtype), dtype)
+    if not whole:
+        here = fetch_model(source)
+        assert here.weights is not None
+        base = open_stored(here.weights, skeleton(source.config, dtype).config)
     return AdaptedTensors(
         base,
         source.config,
         dtype,
-        saved.meta["adapter"],
+        meta,
         saved.names("adapter"),
         lambda name: saved.read("adapter", name),
-        saved.meta.get("base", ""),
+        "" if whole else saved.meta.get("base", ""),
         saved.close,
         weight_codec(recipe),
     )
