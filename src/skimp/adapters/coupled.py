@@ -113,7 +113,8 @@ def _heads(model: nn.Module, s: Structure, block: str) -> Heads:
             raise _unknown(s, block, f"fused projections {', '.join(fused)}")
         whole = f"{block}.{fused[0]}"
         q, k, v = (Member(whole, "rows", at) for at in (0, width, width + keys))
-        stacked, outputs = s.family in STACKED_QKV, (sizes_of(model, q)[0],)
+        stacked = s.family in STACKED_QKV
+        outputs: tuple[int, ...] = (sizes_of(model, q)[0],)
         expected: tuple[int, ...] = (width + 2 * keys,)
     else:
         parts = [_named(s, role) for role in ("q", "k", "v")]

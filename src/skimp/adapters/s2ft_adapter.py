@@ -174,7 +174,12 @@ def side_by_side(model: nn.Module, adapters: Sequence[SliceAdapter], which: Sequ
         module: Any = model.get_submodule(name)
         parts = [(i, a.slices[name], a.delta(name)) for i, a in enumerate(adapters) if name in a.slices]
         hooks.append(module.register_forward_hook(_served(parts, which)))
-    return lambda: [hook.remove() for hook in hooks] and None
+
+    def off() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return off
 
 
 def _served(parts: list[tuple[int, Slice, Tensor]], which: Sequence[int | None]) -> Callable[..., Tensor]:

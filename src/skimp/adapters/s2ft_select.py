@@ -256,5 +256,5 @@ def weight_norms(model: nn.Module, units: Units) -> Tensor:
     whole = module.weight.t() if is_transposed(module) else module.weight
     along = whole.t() if units.member.side == "columns" else whole
     first = units.member.offset
-    rows = along[first : first + units.count * units.size].float()
+    rows: Tensor = along[first : first + units.count * units.size].float()
     return rows.square().sum(1).view(units.count, units.size).sum(1).sqrt()

@@ -23,5 +23,6 @@ class Spectra:
     def apply(self, name: str, value: Tensor, transposed: bool) -> Tensor:
         """The product of the saved factors; nothing of `value` is left."""
         layer = name.removesuffix(".weight")
-        whole = dense(*(self._get(f"{layer}.sst_{key}") for key in ("left", "right", "sigma", "order")))
+        left, right, sigma, order = (self._get(f"{layer}.sst_{key}") for key in ("left", "right", "sigma", "order"))
+        whole = dense(left, right, sigma, order)
         return value.copy_(whole.t() if transposed else whole)
