@@ -18,6 +18,7 @@ from skimp.core.coded_model import encode_model, parameter_count
 from skimp.core.errors import ConflictError, RecipeError, SkimpError
 from skimp.core.memory.tracker import Tracker
 from skimp.core.structure import read_structure
+from skimp.export.loss_change import loss_change, sentence
 from skimp.export.merged import export_merged
 from skimp.run.base import fingerprint
 from skimp.run.checkpoint_folder import latest
@@ -182,6 +183,11 @@ def test_a_merged_export_is_what_training_saw_or_the_original_weights(
         with find(str(outcome.folder)) as found:
             found.stored.onto(onto)
             export_merged(found, tmp_path / onto)
+            facts = loss_change(found, tmp_path / onto, onto)
+            with pytest.raises(ConflictError, match="--onto original"):
+                found.stored.onto("4-bit")
+        assert abs(facts["change"]) < 1e-5 if onto == "dequantised" else abs(facts["change"]) > 1e-5
+        assert f"({facts['change']:+.4f})" in sentence(facts)
         with torch.no_grad():
             logits[onto] = AutoModelForCausalLM.from_pretrained(tmp_path / onto)(ids).logits
     with find(str(outcome.folder)) as found:

@@ -28,6 +28,10 @@ def command(
     shard_size: Annotated[str | None, typer.Option(help="Most bytes in one safetensors file; 5GB.")] = None,
     pre: Annotated[str | None, typer.Option(help="gguf: llama.cpp's name of the text splitting rule.")] = None,
     checkpoint: Annotated[str | None, typer.Option(help="Of a run: a step, a folder name, or best.")] = None,
+    onto: Annotated[
+        str | None,
+        typer.Option(help="On a base kept in a codec: dequantised (as trained; the default) or original weights."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export of skimp's there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
@@ -39,6 +43,7 @@ def command(
     from skimp.cli.use import writing
     from skimp.core.errors import RecipeError, did_you_mean
     from skimp.core.units import format_bytes, parse_bytes
+    from skimp.export.loss_change import choose, loss_change, sentence
     from skimp.run.found import find
 
     if to not in KINDS:
@@ -47,12 +52,19 @@ def command(
     screen = console()
     with find(model, checkpoint) as found, writing(screen, as_json) as show:
         target = output or default_target(found, to)
+        if to == "peft" and onto is not None:
+            raise RecipeError(f"--onto {onto} with --to peft", "the adapter alone", instead="leave --onto out")
+        chosen = choose(found, onto)
         facts = write(to, found, target, shard, pre, dtype=dtype, force=force, progress=show)
+        if chosen is not None and to == "merged":
+            facts["merge"] = loss_change(found, target, chosen)
     facts["rss_peak_bytes"] = resident().peak
     if as_json:
         print(json.dumps(facts, indent=2))
         return
     screen.print(f"{facts['target']}: {facts['tensors']} tensors, {format_bytes(facts['bytes'])}, {facts['dtype']}")
+    if "merge" in facts:
+        screen.print(sentence(facts["merge"]), soft_wrap=True)
     if "largest_error" in facts:
         screen.print(f"read back: every tensor is the model's, largest rounding {facts['largest_error']:.3g}")
     screen.print(f"whole process at the peak: {format_bytes(facts['rss_peak_bytes'])}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,7 @@ class AdaptedTensors:
         expected: fingerprint of the base the adapter was trained on; "" where it is not known.
         close: closes what `get` reads from.
         codec: what the base's linear layers were kept in while the adapter was trained; they are read as they were
-            seen then, decoded, unless `codec` is set to None: then the adapter goes onto the original weights.
+            seen then, decoded; `onto` chooses the original weights instead.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class AdaptedTensors:
         self._model = skeleton(config, dtype)
         targets: dict[str, Any] = dict(self._model.named_parameters(remove_duplicate=False))
         self._owner = owners(self._model)
-        self.codec = codec
+        self.codec = self.kept_in = codec
         layers = {} if codec is None else linear_layers(self._model, read_structure(self._model))
         self._coded = {f"{name}.weight": module for name, module in layers.items()}
         self._written: dict[str, str] = {}
@@ -111,14 +111,19 @@ class AdaptedTensors:
         """Which weights the adapter goes on: "dequantised", those that training saw, or "original", those before.
 
         Raises:
-            ConflictError: "original" of a base that was never coded.
+            ConflictError: neither of the two, or a base that was never coded.
         """
-        if which == "original" and self.codec is None:
-            raise ConflictError(
-                "--onto original", "a base that was trained on as it is", "there is no other", "leave --onto out"
-            )
-        if which == "original":
-            self.codec = None
+        if self.kept_in is None or which not in ("dequantised", "original"):
+            self.refuse_onto(which, known=self.kept_in is None)
+        self.codec = self.kept_in if which == "dequantised" else None
+
+    @staticmethod
+    def refuse_onto(which: str, known: bool = True) -> NoReturn:
+        """Refuse `--onto` where there is nothing to choose, or of an unknown word."""
+        if known:
+            found, why = "weights that were never in a codec", "there is one base to merge onto"
+            raise ConflictError(f"--onto {which}", found, why, "leave --onto out")
+        raise ConflictError(f"--onto {which}", "unknown", "", ["--onto dequantised", "--onto original"])
 
     def read(self, name: str) -> Tensor:
         """The base's tensor, replaced by what was trained in full, changed by what the adapter is."""
