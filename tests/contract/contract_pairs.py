@@ -14,7 +14,19 @@ from itertools import combinations
 from typing import Any
 
 import torch
-from contract_rows import BLOCKS, DERIVATIVE, DISK, FAMILY, PACKED, RULES, Technique, batch_of, make_run, state_tensors
+from contract_rows import (
+    BLOCKS,
+    DERIVATIVE,
+    DISK,
+    FAMILY,
+    PACKED,
+    QST,
+    RULES,
+    Technique,
+    batch_of,
+    make_run,
+    state_tensors,
+)
 
 from skimp.core.coded_linear import coded_layers
 from skimp.core.registry import alternatives, conflict_of, load, methods
@@ -90,6 +102,7 @@ SWITCHES: dict[str, Switch] = {
     "fused-rotary": Switch(
         lambda run: run.fused.rotary.modules > 0 < run.fused.rotary.runs, overrides=("exact.kernels=fused",)
     ),
+    "qst": Switch(lambda run: run.adapter.rungs_run > 0, overrides=QST),
     "derivative": Switch(lambda run: any(run.derivatives.runs.values()), overrides=DERIVATIVE),
     "lora": Switch(lambda run: bool(run.adapter.modules), overrides=("adapter={r: 4}",)),
     "s2ft": Switch(lambda run: bool(run.adapter.slices), overrides=("adapter={name: s2ft, v: 0.5, o: 0.5, d: 0.9}",)),

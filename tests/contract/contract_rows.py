@@ -105,6 +105,9 @@ def scratch() -> str:
 
 
 DISK = (f"exact.offload.folder={scratch()}",)
+#: Only the gate has a gradient in the first step: a smaller norm to clip by.
+GATE = "train.clip=1e-6"
+QST = ("adapter={name: qst, reduce: 2, down: 'adapter:5'}", GATE)
 DERIVATIVE = ("activations.derivative=4",)
 #: Seeds whose first draw is one of the costliest sets of three blocks, which is what a simulation runs.
 LISA = ("train.layers={name: lisa, active: 2, every: 20}", "train.seed=2")
@@ -200,6 +203,15 @@ TECHNIQUES: dict[str, Technique] = {
     "s2ft-bf16": Technique(overrides=(*S2FT, "precision=bf16")),
     "s2ft-bf16-mixed": Technique(overrides=(*S2FT, "precision=bf16-mixed")),
     "s2ft-packing": Technique({"micro_rows": 3}, S2FT, PACKED),
+    "qst": Technique(overrides=QST),
+    "qst-pool": Technique(overrides=("adapter={name: qst, reduce: 2, down: avgpool, gate: sigmoid}", GATE)),
+    "qst-recompute": Technique({"recompute": (0, 2)}, QST, base="qst"),
+    "qst-accumulation": Technique({"micro_rows": 1}, QST, base="qst", reordered=True),
+    "qst-in-backward": Technique({"in_backward": True}, QST, base="qst"),
+    "qst-8-bit": Technique(overrides=(*QST, "optimizer=adamw8bit")),
+    "qst-bf16": Technique(overrides=(*QST, "precision=bf16")),
+    "qst-bf16-mixed": Technique(overrides=(*QST, "precision=bf16-mixed")),
+    "qst-packing": Technique({"micro_rows": 3}, QST, PACKED),
     "derivative": Technique(overrides=DERIVATIVE),
     "derivative-recompute": Technique({"recompute": (0, 2)}, DERIVATIVE, base="derivative"),
     "derivative-plain-kernels": Technique(overrides=(*DERIVATIVE, "exact.kernels=plain")),

@@ -31,6 +31,7 @@ FAST = [
     ("derivative-stochastic", "llama-tied"),
     ("sst", "gpt2"),
     ("sst-bf16-mixed", "llama-tied"),
+    ("qst", "llama-tied"),
     ("galore8bit-compact-adds-up", "llama-tied"),
     ("momentum-reset", "llama-tied"),
     ("refactor", "llama-tied"),

@@ -6,14 +6,16 @@ from importlib import import_module
 from typing import Any
 
 from skimp.adapters.family_facts import LOW_RANK
+from skimp.adapters.side_facts import SIDE
 from skimp.adapters.slice_facts import SLICES
 from skimp.core.registry import Facts
 
-FACTS: list[Facts] = [*LOW_RANK, *SLICES]
+FACTS: list[Facts] = [*LOW_RANK, *SLICES, *SIDE]
 
 _WHERE = {
     "Handle": "handle",
     "LoRA": "lora",
+    "QST": "qst",
     "S2FT": "s2ft",
     "S2FTSpec": "s2ft_select",
     "SST": "sst",

@@ -261,6 +261,7 @@ def build(
 
 def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Structure, simulated: bool) -> Run:
     adapter = adapt(model, structure, recipe)
+    structure = structure if adapter is None else adapter.structure  # whose blocks it has made its own
     fused = None
     if uses_fused(recipe):
         # Held gradients are looked at after the last micro-batch only, so a product may add to them where they lie.

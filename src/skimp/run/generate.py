@@ -30,7 +30,10 @@ class Decoder:
     def __init__(self, opened: Opened, room: int = 0) -> None:
         self.opened = opened
         self.ids: list[int] = []
-        self._cache = GrowingCache(len(opened.structure.blocks), min(room, opened.structure.positions))
+        # A side network's blocks are numbered behind the model's own, and keep their share in the same cache.
+        numbered = (getattr(module, "layer_idx", None) for module in opened.model.modules())
+        layers = max([len(opened.structure.blocks) - 1, *(n for n in numbered if isinstance(n, int))]) + 1
+        self._cache = GrowingCache(layers, min(room, opened.structure.positions))
         self._base: nn.Module = opened.model.get_submodule(opened.structure.base)
         # transformers 5 renamed `past_key_values`; the old name still works there, with a warning a call.
         known = inspect.signature(self._base.forward).parameters

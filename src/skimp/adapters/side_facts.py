@@ -1,0 +1,46 @@
+"""What is known of adapters beside the weights: networks that read it, and modules that keep no layer's input."""
+
+from __future__ import annotations
+
+from skimp.core.option import Option
+from skimp.core.registry import Conflict, Facts, Paper
+
+_FROZEN = Conflict("it trains blocks of the model in turn, and the adapter freezes all of them", "one of the two")
+#: Ways to train a few of the model's own blocks at a time.
+IN_TURN: dict[str, Conflict] = dict.fromkeys(("lisa", "owlore", "badam"), _FROZEN)
+
+SIDE: list[Facts] = [
+    Facts(
+        name="qst",
+        kind="adapter",
+        summary="a side network r times narrower reads the frozen model's hidden states and trains; nothing is "
+        "propagated back through the model, and nothing of it is kept",
+        where="skimp.adapters.qst:QST",
+        attacks=("activations", "gradients", "optimizer"),
+        exact=False,
+        saves="the model's activations but 1 / r of them, its backward, and 12 bytes a parameter with AdamW; "
+        "adds 16 bytes a trained number, about 1 / r^2 of the model's blocks. A trained downsampler keeps tokens x "
+        "hidden numbers a block, avgpool and maxpool none",
+        paper=Paper(
+            "Quantized Side Tuning: Fast and Memory-Efficient Tuning of Quantized Large Language Models",
+            2024,
+            "2401.07159",
+        ),
+        stages=("fine-tuning",),
+        conflicts=IN_TURN,
+        options={
+            "reduce": Option(16, "How many times narrower than the model the side network is.", least=2, kind="whole"),
+            "down": Option(
+                "adapter:16",
+                "From hidden states to the side's width: adapter:K or lora:K through K numbers, linear, avgpool, "
+                "maxpool.",
+            ),
+            "gate": Option(
+                "paper",
+                "How model and side are mixed at the end: paper begins at the model to the bit, sigmoid 0.25 % off it "
+                "and trains the way up from the first step.",
+                choices=("paper", "sigmoid"),
+            ),
+        },
+    ),
+]
