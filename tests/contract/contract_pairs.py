@@ -20,7 +20,6 @@ from contract_rows import (
     DISK,
     FAMILY,
     PACKED,
-    QST,
     RULES,
     Technique,
     batch_of,
@@ -102,7 +101,7 @@ SWITCHES: dict[str, Switch] = {
     "fused-rotary": Switch(
         lambda run: run.fused.rotary.modules > 0 < run.fused.rotary.runs, overrides=("exact.kernels=fused",)
     ),
-    "qst": Switch(lambda run: run.adapter.rungs_run > 0, overrides=QST),
+    "qst": Switch(lambda run: run.adapter.rungs_run > 0, overrides=("adapter={name: qst, reduce: 2, gate: sigmoid}",)),
     "derivative": Switch(lambda run: any(run.derivatives.runs.values()), overrides=DERIVATIVE),
     "lora": Switch(lambda run: bool(run.adapter.modules), overrides=("adapter={r: 4}",)),
     "s2ft": Switch(lambda run: bool(run.adapter.slices), overrides=("adapter={name: s2ft, v: 0.5, o: 0.5, d: 0.9}",)),

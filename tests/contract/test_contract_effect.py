@@ -217,3 +217,15 @@ def test_mutation_coded_derivatives_that_keep_everything() -> None:
 
     with pytest.raises(EffectError, match="coded derivatives in 3 modules"):
         first_step("derivative", disable=plain)
+
+
+def test_mutation_a_side_network_whose_gate_stays_shut(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = UpdateRule.step_parameter
+
+    def all_but_the_gate(self: Any, p: Any, grad: Any = None) -> None:
+        if not self.name_of(p).endswith(".gate"):
+            step(self, p, grad)
+
+    monkeypatch.setattr(UpdateRule, "step_parameter", all_but_the_gate)
+    with pytest.raises(EffectError, match="its gate did not move"):
+        first_step("qst")

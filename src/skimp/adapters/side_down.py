@@ -56,7 +56,8 @@ class Pair(nn.Module):
         thin = F.linear(x.to(self.down.dtype), self.down)
         if self.norm is None:
             return F.linear(thin, self.up)
-        normed: Tensor = self.norm(F.linear(F.silu(thin), self.up))
+        # float32 under autocast too: torch's fake form of a norm of another type than its gain is too small.
+        normed: Tensor = self.norm(F.linear(F.silu(thin), self.up).to(self.up.dtype))
         return normed
 
 
