@@ -282,7 +282,8 @@ def test_a_budget_too_small_says_what_would_do(
     skimp: Skimp, write_recipe: Callable[..., str], recipe: dict[str, Any]
 ) -> None:
     done = skimp("train", write_recipe({"budget": "100MB"}))
-    refused(done, "within 100 MB", "smallest exact run takes", "budget=", "optimizer=adamw8bit", code=3)
+    refused(done, "within 100 MB", "smallest exact run takes", "budget=", code=3)
+    assert "optimizer=" not in done.err  # the process itself is nearly all of it: no offer would get below by 2 %
     assert not Path(recipe["output"]).exists()
     enough = int(done.err.split("budget=")[1].split("MB")[0])
     assert skimp("train", write_recipe({"budget": f"{enough + 20}MB"})).code == 0
