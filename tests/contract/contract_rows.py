@@ -77,6 +77,10 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 
 
+#: Styles whose rows are longer than a window, or whose scores are capped: attention is no single operator there.
+IN_PIECES = ("mistral", "gemma2")
+
+
 @dataclass(frozen=True)
 class Technique:
     """One line of the table.
@@ -303,6 +307,16 @@ for _rule, _override in FAMILY.items():
     TECHNIQUES[_rule] = Technique(overrides=(_override,))
     TECHNIQUES[f"{_rule}-in-backward"] = Technique({"in_backward": True}, (_override,), base=_rule)
     TECHNIQUES[f"bf16-{_rule}"] = Technique(overrides=("precision=bf16", _override))
+
+
+def keeps_attention(technique: str) -> bool:
+    """Whether recomputed blocks keep what attention gave, which needs it to be one operator."""
+    kept = TECHNIQUES[technique].exact.get("keep", "nothing")
+    return "attention" in ((kept,) if isinstance(kept, str) else kept)
+
+
+#: (technique, style) of everything that runs; the others are refused, by test.
+CELLS = [(t, s) for t in TECHNIQUES for s in STYLES if not (s in IN_PIECES and keeps_attention(t))]
 
 
 def recipe_of(technique: Technique, rows: int = ROWS, seq: int = SEQ, **train: Any) -> Any:

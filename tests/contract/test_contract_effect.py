@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from contract_rows import BLOCKS, STYLES, TECHNIQUES, Technique, batch_of, make_run
+from contract_rows import BLOCKS, CELLS, IN_PIECES, TECHNIQUES, Technique, batch_of, make_run
 
 import skimp.activations.recompute
 from skimp.adapters.sst import SST
 from skimp.core.away import Away
-from skimp.core.errors import EffectError
+from skimp.core.errors import ConflictError, EffectError
 from skimp.core.gradients import AfterBackward, InBackward
 from skimp.core.saved import Saved
 from skimp.kernels.native import library
@@ -22,7 +22,13 @@ from skimp.run.build import Run
 from skimp.run.effect import Effect
 
 FAST = [(t, "llama-tied") for t in TECHNIQUES] + [("recompute", "gpt2"), ("in-backward", "gemma2")]
-SLOW = [(t, s) for t in TECHNIQUES for s in STYLES if (t, s) not in FAST]
+SLOW = [cell for cell in CELLS if cell not in FAST]
+
+
+@pytest.mark.parametrize("style", IN_PIECES)
+def test_keeping_attention_is_refused_where_it_is_no_single_operator(style: str) -> None:
+    with pytest.raises(ConflictError, match=r"block.* 0.*\n.*many operators(.|\n)*exact.keep=products"):
+        make_run("recompute-but-attention", style)
 
 
 def first_step(technique: str | Technique, style: str = "llama", disable: Callable[[Run], None] | None = None) -> None:

@@ -102,6 +102,14 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
             bias = numbers(columns, dtype=dtype)
             yield f"mm {dtype} {rows, inner, columns}", lambda a=a, b=b: torch.mm(a, b)
             yield f"addmm {dtype} {rows, inner, columns}", lambda a=a, b=b, c=bias: torch.addmm(c, a, b)
+            into = numbers(rows, columns, dtype=dtype)
+            across = b.t().contiguous().t()
+            for alpha in (1, 2.0):
+                for words, right in (("", b), (" across", across)):
+                    yield (
+                        f"addmm_ {dtype} {rows, inner, columns} {alpha}{words}",
+                        lambda a=a, b=right, c=into, alpha=alpha: c.clone().addmm_(a, b, alpha=alpha),
+                    )
             for batch in (1, 3):
                 a, b = numbers(batch, rows, inner, dtype=dtype), numbers(batch, inner, columns, dtype=dtype)
                 yield f"bmm {dtype} {batch, rows, inner, columns}", lambda a=a, b=b: torch.bmm(a, b)

@@ -18,7 +18,7 @@ from skimp.activations.chunked_mlp import has_mlp
 from skimp.core.exact import ExactChoices
 from skimp.losses import default_rows
 from skimp.run.build import uses_fused
-from skimp.run.build_checks import adds_up, asks_compact, draws_codes
+from skimp.run.build_checks import adds_up, asks_compact, draws_codes, keeps_attention
 
 #: "outside": only bytes and seconds outside the blocks change; "recomputed": those of recomputed blocks as well; "all".
 Touches = Literal["outside", "recomputed", "all"]
@@ -72,9 +72,11 @@ def loss_chunks(space: Space, root: ExactChoices) -> list[int | None]:
 
 
 def keeps(space: Space, root: ExactChoices) -> list[str]:
-    """What recomputed blocks keep. Where norms and activations are fused, "products" keeps what they re-make anyway."""
+    """What recomputed blocks keep. Where norms and activations are fused, "products" keeps what they re-make anyway;
+    attention in more operators than one has no result to keep."""
     fused = space.target == "cpu" and uses_fused(space.recipe)
-    return ["attention", "nothing"] if fused else ["products", "attention", "nothing"]
+    whole = all(keeps_attention(space.recipe, dict(space.config), space.target))
+    return [*([] if fused else ["products"]), *(["attention"] if whole else []), "nothing"]
 
 
 def mlp_chunks(space: Space, root: ExactChoices) -> list[int | None]:

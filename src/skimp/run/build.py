@@ -38,7 +38,7 @@ from skimp.optim.compact import Compact
 from skimp.optim.groups import decay_groups, role_groups
 from skimp.optim.role import roles
 from skimp.run.adapt import adapt
-from skimp.run.build_checks import asks_compact, check_blocks, check_exact, check_path, check_positions
+from skimp.run.build_checks import asks_compact, check_blocks, check_exact, check_kept, check_path, check_positions
 from skimp.run.coded_base import weight_codec
 from skimp.run.head import Head
 from skimp.run.layers import check_layers, layer_sampler
@@ -237,6 +237,7 @@ def build(
     dtype = DTYPES[recipe.precision]
     check_together(techniques(recipe, exact))
     check_exact(exact, recipe)
+    check_kept(exact, recipe, config)
     model = skeleton(config, dtype)
     structure = read_structure(model)
     check_positions(recipe, structure)

@@ -12,8 +12,10 @@ from skimp.core.exact import ExactChoices
 from skimp.core.read import read
 from skimp.core.registry import load
 from skimp.core.structure import TESTED_FAMILIES, Structure
+from skimp.core.target import target_device
 from skimp.run.head import Head
 from skimp.run.offloaded import check_places
+from skimp.run.skeleton import attention_operators
 
 
 def check_path(model: nn.Module, structure: Structure) -> None:
@@ -130,3 +132,29 @@ def check_blocks(exact: ExactChoices, structure: Structure) -> None:
             raise ModelError(
                 f"exact.{key}: block {wrong[0]}", f"{len(structure.blocks)} blocks, 0 to {len(structure.blocks) - 1}"
             )
+
+
+def keeps_attention(recipe: Any, config: dict[str, Any], target: str) -> tuple[bool, ...]:
+    """Of each block, whether its attention's result can be kept (`attention_operators`)."""
+    dtype = torch.float32 if recipe.precision == "fp32" else torch.bfloat16
+    return attention_operators(config, recipe.data.seq_len, target, dtype)
+
+
+def check_kept(exact: ExactChoices, recipe: Any, config: dict[str, Any]) -> None:
+    """A result can be kept where there is an operator that makes it.
+
+    Raises:
+        ConflictError: blocks that should keep their attention have it in many operators.
+    """
+    wanted = [i for i, word in exact.kept().items() if word == "attention"]
+    if not wanted:
+        return
+    whole = keeps_attention(recipe, config, target_device())
+    without = [i for i in wanted if i < len(whole) and not whole[i]]
+    if without:
+        raise ConflictError(
+            "exact.keep=attention",
+            f"a window or a cap on the scores in block{'s' if len(without) > 1 else ''} {', '.join(map(str, without))}",
+            "attention is many operators there, and none of their results is it: everything would be made again",
+            ["exact.keep=products: results of all matrix products", "exact.keep=nothing"],
+        )

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from skimp.core import attention
 from skimp.core.coded_model import parameter_count
+from skimp.core.cuda_attention import kernel_for
 from skimp.core.errors import ModelError, did_you_mean
 from skimp.core.lean import lean_imports
 from skimp.core.structure import layers_of
@@ -119,6 +120,30 @@ def kinds_of_blocks(config: dict[str, Any], seq_len: int) -> tuple[str, ...]:
     if not kinds or window is None or window >= seq_len:
         return ("attention",) * int(config[layers_of(config)])
     return tuple(kinds)
+
+
+def attention_operators(config: dict[str, Any], seq_len: int, target: str, dtype: torch.dtype) -> tuple[bool, ...]:
+    """Of each block, whether its attention is one operator, whose result can be kept by itself (`exact.keep`).
+
+    On a CPU a window that a row does not fit into, and a cap on the scores, go block of scores by block.
+
+    Args:
+        config: content of the model's HF config.json. seq_len: tokens of a row.
+        target: "cpu", or "cuda:" and a capability, as plans declare it.
+        dtype: of queries, keys and values.
+    """
+    with lean_imports():
+        described = _described(config)
+    blocks, cap = int(config[layers_of(config)]), getattr(described, "attn_logit_softcapping", None)
+    device, _, capability = target.partition(":")
+    if device != "cpu":
+        heads, width = int(described.num_attention_heads), int(described.hidden_size)
+        dim = int(getattr(described, "head_dim", None) or width // heads)
+        return (kernel_for(capability, dtype, dim, cap) != "blocks",) * blocks
+    window = getattr(described, "sliding_window", None)
+    narrow = window is not None and window < seq_len
+    kinds = getattr(described, "layer_types", None) or ("sliding_attention",) * blocks
+    return tuple(cap is None and not (narrow and "sliding" in kind) for kind in kinds[:blocks])
 
 
 def dropout_of(config: dict[str, Any]) -> dict[str, float]:

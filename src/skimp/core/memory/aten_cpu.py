@@ -136,8 +136,8 @@ def _product(left: int) -> Any:
 
     An operand whose numbers lie next to each other neither along rows nor along columns is copied. bfloat16
     without matrix instructions collects float32 sums first, 4 M N bytes shared by the threads, each share rounded up
-    to 64 numbers, and 128 bytes; of a batch each thread has one product at a time. CPUs with bfloat16 instructions
-    need less.
+    to 64 numbers, and 128 bytes (132 where the product is scaled); of a batch each thread has one product at a time.
+    CPUs with bfloat16 instructions need less.
     """
 
     def rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -147,7 +147,7 @@ def _product(left: int) -> Any:
             batch, threads = (a.shape[0] if a.dim() == 3 else 1), torch.get_num_threads()
             sums = a.shape[-2] * b.shape[-1]
             shares, share = (threads, -(-sums // threads)) if batch == 1 else (min(threads, batch), sums)
-            size += 4 * shares * (-(-share // 64) * 64) + 128
+            size += 4 * shares * (-(-share // 64) * 64) + (128 if kwargs.get("alpha", 1) == 1 else 132)
         return size
 
     return rule
@@ -187,3 +187,4 @@ declare_workspace("aten::sort")(lambda args, kwargs: 8 * args[0].numel())
 declare_workspace("aten::mm")(_product(0))
 declare_workspace("aten::bmm")(_product(0))
 declare_workspace("aten::addmm")(_product(1))
+declare_workspace("aten::addmm_")(_product(1))
