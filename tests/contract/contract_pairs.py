@@ -102,6 +102,7 @@ SWITCHES: dict[str, Switch] = {
         lambda run: run.fused.rotary.modules > 0 < run.fused.rotary.runs, overrides=("exact.kernels=fused",)
     ),
     "qst": Switch(lambda run: run.adapter.rungs_run > 0, overrides=("adapter={name: qst, reduce: 2, gate: sigmoid}",)),
+    "s2a": Switch(lambda run: bool(run.adapter.linears), overrides=("adapter={name: s2a, prompt: 3, rank: 2}",)),
     "derivative": Switch(lambda run: any(run.derivatives.runs.values()), overrides=DERIVATIVE),
     "lora": Switch(lambda run: bool(run.adapter.modules), overrides=("adapter={r: 4}",)),
     "s2ft": Switch(lambda run: bool(run.adapter.slices), overrides=("adapter={name: s2ft, v: 0.5, o: 0.5, d: 0.9}",)),
@@ -133,6 +134,7 @@ BESIDE |= {
 }
 #: Additions of rank 4 have two dimensions of 4 × 48: a basis of them has two directions at most.
 BESIDE |= {frozenset((name, "lora")): Technique(overrides=("optimizer.rank=1",)) for name in FAMILY}
+BESIDE |= {frozenset((name, "s2a")): Technique(overrides=("optimizer.rank=1",)) for name in FAMILY}
 #: A coded base has an adapter beside it, which needs the same.
 BESIDE |= {
     frozenset((name, other)): BESIDE[frozenset(("lora", other))]

@@ -112,6 +112,7 @@ DISK = (f"exact.offload.folder={scratch()}",)
 #: Only the gate has a gradient in the first step: a smaller norm to clip by.
 GATE = "train.clip=1e-6"
 QST = ("adapter={name: qst, reduce: 2, down: 'adapter:5'}", GATE)
+S2A = ("adapter={name: s2a, prompt: 3, rank: 2}",)
 DERIVATIVE = ("activations.derivative=4",)
 #: Seeds whose first draw is one of the costliest sets of three blocks, which is what a simulation runs.
 LISA = ("train.layers={name: lisa, active: 2, every: 20}", "train.seed=2")
@@ -216,6 +217,14 @@ TECHNIQUES: dict[str, Technique] = {
     "qst-bf16": Technique(overrides=(*QST, "precision=bf16")),
     "qst-bf16-mixed": Technique(overrides=(*QST, "precision=bf16-mixed")),
     "qst-packing": Technique({"micro_rows": 3}, QST, PACKED),
+    "s2a": Technique(overrides=S2A),
+    "s2a-bias": Technique(overrides=("adapter={name: s2a, prompt: 0}",)),
+    "s2a-derivative": Technique(overrides=(*S2A, *DERIVATIVE)),
+    "s2a-recompute": Technique({"recompute": (0, 2)}, S2A, base="s2a"),
+    "s2a-accumulation": Technique({"micro_rows": 1}, S2A, base="s2a", reordered=True),
+    "s2a-bf16": Technique(overrides=(*S2A, "precision=bf16")),
+    "s2a-bf16-mixed": Technique(overrides=(*S2A, "precision=bf16-mixed")),
+    "s2a-packing": Technique({"micro_rows": 3}, S2A, PACKED),
     "derivative": Technique(overrides=DERIVATIVE),
     "derivative-recompute": Technique({"recompute": (0, 2)}, DERIVATIVE, base="derivative"),
     "derivative-plain-kernels": Technique(overrides=(*DERIVATIVE, "exact.kernels=plain")),

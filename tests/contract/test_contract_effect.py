@@ -235,3 +235,12 @@ def test_mutation_a_side_network_whose_gate_stays_shut(monkeypatch: pytest.Monke
     monkeypatch.setattr(UpdateRule, "step_parameter", all_but_the_gate)
     with pytest.raises(EffectError, match="its gate did not move"):
         first_step("qst")
+
+
+def test_mutation_a_shifted_layer_that_runs_plain() -> None:
+    def plain(run: Run) -> None:
+        assert run.adapter is not None
+        del run.adapter.module(run.adapter.linears[0]).forward  # type: ignore[attr-defined]
+
+    with pytest.raises(EffectError, match="1 did not move"):
+        first_step("s2a-bias", disable=plain)

@@ -32,6 +32,7 @@ FAST = [
     ("sst", "gpt2"),
     ("sst-bf16-mixed", "llama-tied"),
     ("qst", "llama-tied"),
+    ("s2a-derivative", "gpt2"),
     ("galore8bit-compact-adds-up", "llama-tied"),
     ("momentum-reset", "llama-tied"),
     ("refactor", "llama-tied"),

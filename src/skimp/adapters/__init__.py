@@ -16,6 +16,7 @@ _WHERE = {
     "Handle": "handle",
     "LoRA": "lora",
     "QST": "qst",
+    "S2A": "s2a",
     "S2FT": "s2ft",
     "S2FTSpec": "s2ft_select",
     "SST": "sst",

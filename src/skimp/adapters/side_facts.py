@@ -11,6 +11,27 @@ IN_TURN: dict[str, Conflict] = dict.fromkeys(("lisa", "owlore", "badam"), _FROZE
 
 SIDE: list[Facts] = [
     Facts(
+        name="s2a",
+        kind="adapter",
+        summary="train shifts of the linear layers and a few prompt vectors a block: their gradients need no layer's "
+        "input, so of frozen linear layers nothing is kept for backward",
+        where="skimp.adapters.s2a:S2A",
+        attacks=("activations", "gradients", "optimizer"),
+        exact=False,
+        saves="the input of every linear layer, and 12 bytes a parameter with AdamW; adds 16 bytes a trained number: "
+        "the outputs of all layers, and rank x (prompt + hidden) a block. Goes with activations.derivative",
+        paper=Paper(
+            "S2A: A Unified Framework for Parameter and Memory Efficient Transfer Learning", 2025, "2503.08154"
+        ),
+        stages=("fine-tuning",),
+        conflicts=IN_TURN,
+        options={
+            "bias": Option(True, "Train a shift of every linear layer below the head."),
+            "prompt": Option(8, "Vectors before the text in every block; 0 for none.", least=0, kind="whole"),
+            "rank": Option(4, "Rank of a block's prompts, written as a product.", least=1, kind="whole"),
+        },
+    ),
+    Facts(
         name="qst",
         kind="adapter",
         summary="a side network r times narrower reads the frozen model's hidden states and trains; nothing is "

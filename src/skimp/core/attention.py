@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from skimp.core.cuda_attention import capability_of, cuda_attention, kernel_for
 from skimp.core.errors import ModelError
+from skimp.core.prefixed import prefixed
 from skimp.core.read import is_simulated
 from skimp.core.target import target, target_device
 from skimp.core.windowed import windowed_attention
@@ -85,17 +87,35 @@ def attend(
     if torch.is_autocast_enabled(query.device.type):
         # Rotary angles are float32, so queries and keys come wider than values, as in torch's own.
         query, key, value = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (query, key, value))
-    causal = bool(getattr(module, "is_causal", True)) and query.shape[2] > 1
     documents = _documents.get()
     if documents is not None and query.shape[2] != documents[0][-1]:
         documents = None  # generation over a cache: one token against the past
+    prefix = getattr(module, "skimp_prefix", None)
+    if prefix is None:
+        return _attend(module, query, key, value, documents, scaling, sliding_window, softcap), None
+    attended = partial(_attend, module, documents=None, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
+    return prefixed(prefix(), query, key, value, documents, attended), None
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents | None,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Causal attention inside each document, by the kernel that the device has for it; (rows, seq, heads, dim)."""
+    causal = bool(getattr(module, "is_causal", True)) and query.shape[2] > 1
     window = sliding_window if sliding_window is not None and sliding_window < key.shape[2] else None
     capability = _capability(query)
     if capability is not None and key.shape[2] == query.shape[2]:
         kernel = kernel_for(capability, query.dtype, query.shape[3], softcap)
         if kernel != "blocks":
             out = cuda_attention(query, key, value, documents, scaling, causal, window, kernel)
-            return out.transpose(1, 2), None
+            return out.transpose(1, 2)
     # Several queries over a longer past (a prompt read in pieces, the next turn of a chat) are its last positions;
     # causal flash attention on a CPU would align the first query with the first key.
     behind = causal and key.shape[2] != query.shape[2]
@@ -110,7 +130,7 @@ def attend(
         out = windowed_attention(query, key, value, documents, scaling, sliding_window, softcap)
     else:
         out = DocumentAttention.apply(query, key, value, documents, scaling, causal)
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2)
 
 
 def _capability(query: Tensor) -> str | None:
