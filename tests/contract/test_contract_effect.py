@@ -105,6 +105,18 @@ def test_mutation_a_sliced_layer_that_runs_plain() -> None:
         first_step("s2ft", disable=plain)
 
 
+def test_mutation_a_coded_layer_that_is_dense() -> None:
+    def dense(run: Run) -> None:
+        block = run.model.get_submodule(run.structure.blocks[1])
+        layer = block.mlp.up_proj
+        plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=False)
+        plain.weight = torch.nn.Parameter(layer.weight.dense(), requires_grad=False)
+        block.mlp.up_proj = plain
+
+    with pytest.raises(EffectError, match=r"1 layers are dense, first model\.layers\.1\.mlp\.up_proj"):
+        first_step("qlora-some", disable=dense)
+
+
 @pytest.mark.skipif(not library.available(), reason="no native kernels")
 def test_mutation_fused_layers_that_run_plain() -> None:
     def plain(run: Run) -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from skimp.adapters.targets import TargetError
+from skimp.core.codecs import NF4
+from skimp.core.coded_model import linear_layers
 from skimp.core.exact import ExactChoices
+from skimp.core.structure import read_structure
 from skimp.plan.adapted import for_few_blocks
 from skimp.plan.make import make_plan
 from skimp.plan.simulate import simulate
 from skimp.recipe import load_recipe
+from skimp.run.skeleton import skeleton
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
@@ -83,3 +88,29 @@ def test_an_adapter_or_a_model_from_scratch_is_offered_no_adapter() -> None:
         plan = make_plan(recipe(more), CONFIG, gpu="24GB", memory=100_000)
         assert plan.alternatives
         assert not any("adapter=lora" in a.overrides for a in plan.alternatives)
+
+
+def test_an_nf4_base_is_offered_beside_an_adapter_and_reaches_what_it_says() -> None:
+    wide = CONFIG | {"hidden_size": 256, "intermediate_size": 640, "vocab_size": 2048}
+    plan = make_plan(recipe("adapter=lora"), wide, gpu="24GB", memory=1_000_000)
+    offer = next(a for a in plan.alternatives if a.overrides == ("model.weights=nf4",))
+    assert not offer.exact
+    assert offer.peak_bytes < plan.peak_bytes
+    coded = recipe("adapter=lora", "model.weights=nf4")
+    reached = make_plan(coded, wide, gpu="24GB", memory=offer.peak_bytes)
+    assert reached.profile.phases["train"] <= offer.peak_bytes
+    for more in (("adapter=lora", "model.weights=nf4"), ("adapter={name: s2ft, o: 0.25, d: 0.1}",)):
+        found = make_plan(recipe(*more), wide, gpu="24GB", memory=1_000_000)
+        assert not any("model.weights=nf4" in a.overrides for a in found.alternatives)
+
+
+def test_a_coded_base_counts_the_weights_it_stands_for_and_the_bytes_it_takes() -> None:
+    exact = ExactChoices(2)
+    plain, coded = (simulate(recipe("adapter=lora", *more), exact, CONFIG) for more in ((), ("model.weights=nf4",)))
+    assert coded.parameters == plain.parameters
+    assert coded.trained == plain.trained
+    model = skeleton(CONFIG, torch.float32)
+    layers = linear_layers(model, read_structure(model)).values()
+    dense = sum(4 * layer.weight.numel() for layer in layers)
+    packed = sum(NF4().nbytes(layer.weight.shape) for layer in layers)
+    assert plain.resting["weights"] - coded.resting["weights"] == dense - packed

@@ -12,7 +12,7 @@ from torch import nn
 
 from skimp.core.errors import SkimpError
 from skimp.core.exact import ExactChoices
-from skimp.core.registry import load, methods
+from skimp.core.registry import conflict_of, load, methods
 from skimp.plan.cost import Rates
 from skimp.plan.extend import extend_line
 from skimp.plan.places import Places, budgets
@@ -20,6 +20,7 @@ from skimp.plan.plan import Alternative
 from skimp.plan.reserve import reserve
 from skimp.plan.search import Search
 from skimp.recipe.adapter import Adapter
+from skimp.recipe.weights import Weights
 from skimp.run.build import DTYPES, rule_name
 
 #: (what to change, in words with the known effect, as overrides, changes to the recipe)
@@ -48,6 +49,16 @@ WAYS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
         "LoRA on a base stored in bf16",
         ("adapter=lora", "precision=bf16"),
         {"adapter": "lora", "precision": "bf16"},
+    ),
+    (
+        "the frozen base in NF4, 4.13 bits a weight (each off by about 9 %; the adapter trains against it)",
+        ("model.weights=nf4",),
+        {"weights": "nf4"},
+    ),
+    (
+        "LoRA on a base kept in NF4, 4.13 bits a weight",
+        ("adapter=lora", "model.weights=nf4"),
+        {"adapter": "lora", "weights": "nf4"},
     ),
     ("half the sequence, same tokens a step: other text is seen together", ("data.seq_len=HALF",), {"seq": 0.5}),
 )
@@ -163,6 +174,12 @@ def _changed(recipe: Any, change: dict[str, Any]) -> Any | None:
         if recipe.adapter is not None or recipe.model.init == "scratch" or recipe.train.layers is not None:
             return None
         update["adapter"] = Adapter.model_validate(change["adapter"])
+    if "weights" in change:
+        adapter = update.get("adapter", recipe.adapter)
+        if adapter is None or recipe.model.weights is not None or conflict_of(adapter.name, change["weights"]):
+            return None
+        kept = Weights.model_validate(change["weights"])
+        update["model"] = recipe.model.model_copy(update={"weights": kept})
     if "optimizer" in change:
         if recipe.optimizer.name != change["optimizer"]:
             update["optimizer"] = recipe.optimizer.renamed(change["optimizer"])
