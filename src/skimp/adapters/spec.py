@@ -69,7 +69,7 @@ class Spec:
     @classmethod
     def from_recipe(cls, asked: Mapping[str, Any], seed: int) -> Spec:
         """From every key of a recipe's `adapter:`."""
-        return cls(seed=seed, **{key: value for key, value in asked.items() if key != "name"})
+        return cls(seed=seed, **{key: value for key, value in asked.items() if key not in ("name", "seed")})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Spec:

@@ -108,15 +108,20 @@ def largest_coded(model: nn.Module) -> int:
     return max((module.weight.numel() for _, module in coded_layers(model)), default=0)
 
 
-def assert_coded(model: nn.Module, structure: Structure, codec: Any) -> None:
+def assert_coded(model: nn.Module, structure: Structure, codec: Any, beside: Iterable[Tensor] = ()) -> None:
     """Every linear layer but the head is in `codec` and no dense copy of it is in the model.
+
+    Args:
+        beside: tensors that an adapter put there; layers of its own are no part of the base.
 
     Raises:
         EffectError: names those that are not.
     """
+    own = {id(tensor) for tensor in beside}
+    base = {n: m for n, m in linear_layers(model, structure).items() if id(m._parameters.get("weight")) not in own}
     dense = [
         name
-        for name, module in linear_layers(model, structure).items()
+        for name, module in base.items()
         if not isinstance(module, CodedLinear) or module.codec != codec or "weight" in module._parameters
     ]
     if dense:

@@ -85,7 +85,7 @@ class Effect:
         run.optimizer.assert_effect(self._before, after)
         codec = weight_codec(run.recipe)
         if codec is not None:
-            assert_coded(run.model, run.structure, codec)
+            assert_coded(run.model, run.structure, codec, () if run.adapter is None else run.adapter.additions())
         if run.adapter is not None:
             run.adapter.assert_effect(self._before, after)
         if run.layers is not None:
