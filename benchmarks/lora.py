@@ -1,5 +1,5 @@
 """LoRA in skimp against PEFT with Hugging Face `Trainer`: one adapter to start from, the same rows, clipping,
-schedule and float32 AdamW.
+schedule and float32 AdamW; and QLoRA, the same adapter on a base in NF4.
 
     python benchmarks/lora.py  # all rows, one after the other on this machine (about five minutes)
     python benchmarks/lora.py --interleave 2  # two rounds in alternating order
@@ -20,6 +20,8 @@ import measure
 from hf_work import recipe
 
 DEFAULT, BEST, OURS = "PEFT + Trainer, default", "PEFT + Trainer, best memory", "skimp, LoRA"
+#: The same adapter on a base in NF4: other numbers, so its losses are its own.
+CODED = "skimp, QLoRA (nf4)"
 LR = 2e-4
 
 
@@ -38,6 +40,8 @@ class LoraBench(hf.Bench):
         self._child("adapter", self.job)
 
     def recipe(self, name: str, **changes: Any) -> dict[str, Any]:
+        if name == CODED:
+            changes["model"] = {"name": self.job["model"], "weights": "nf4"}
         return recipe(self.job, adapter={"from": self.job["adapter"]}, report=False, **changes)
 
 
@@ -47,8 +51,9 @@ def rounds(bench: LoraBench) -> list[dict[str, dict[str, Any]]]:
     budget: int | None = None
     for turn in range(bench.args.interleave):
         this: dict[str, dict[str, Any]] = {}
-        for name in (DEFAULT, BEST, OURS) if turn % 2 == 0 else (OURS, BEST, DEFAULT):
-            this[name] = bench.row(name, turn, budget if name == OURS else None)
+        names = (DEFAULT, BEST, OURS, CODED)
+        for name in names if turn % 2 == 0 else reversed(names):
+            this[name] = bench.row(name, turn, budget if name in (OURS, CODED) else None)
             if name == BEST and budget is None:
                 of_default, of_best = bench.args.fractions
                 budget = int(min(of_default * this[DEFAULT]["peak"], of_best * this[BEST]["peak"]))
@@ -92,12 +97,14 @@ def report(found: list[dict[str, dict[str, Any]]], args: argparse.Namespace) -> 
         f"measured from {times[0]} to {times[-1]}\n{measure.machine()}\n"
     )
     print(measure.table(head, lines))
-    ours, nan = plain.get(OURS, {}).get, float("nan")
+    ours, coded, nan = plain.get(OURS, {}).get, plain.get(CODED, {}).get, float("nan")
     said, good = measure.verdicts([
         ("losses equal PEFT's", ours("loss_difference", nan), "<=", 1e-4),
         ("memory to PEFT's default", ours("memory_to_default", nan), "<=", 0.25),
         ("memory to PEFT's best", ours("memory_to_best", nan), "<=", 0.60),
         ("speed to PEFT's default", ours("speed_to_default", nan), ">=", 0.90),
+        ("QLoRA: memory to LoRA's", coded("peak", nan) / ours("peak", nan), "<=", 1.0),
+        ("QLoRA: largest difference of losses", coded("loss_difference", nan), "<=", 0.5),
     ])  # fmt: skip
     print("\n" + "\n".join(said))
     return {"rows": plain, "verdicts": said, "met": good, "machine": measure.machine(), "rounds": found}
