@@ -40,6 +40,10 @@ def _rule(name: str) -> Callable[[Run], bool]:
     return lambda run: run.optimizer.rule == name and name in techniques(run.recipe, run.exact)
 
 
+def _adapter(name: str) -> Callable[[Run], bool]:
+    return lambda run: run.adapter.name == name and bool(run.adapter.modules)
+
+
 def _listed(name: str) -> Callable[[Run], bool]:
     return lambda run: name in techniques(run.recipe, run.exact)
 
@@ -114,6 +118,9 @@ SWITCHES["sst"] = Switch(
     lambda run: "weight" not in run.adapter.module(next(iter(run.adapter.modules)))._parameters,
     overrides=("adapter={name: sst, r: 8, every: 20, warmup: 2}",),
 )
+#: Low-rank additions made of the same layer: each is switched on by its name.
+KIN = ("rslora", "lora-plus", "dora", "olora", "pissa", "gradnormlorp")
+SWITCHES |= {name: Switch(_adapter(name), overrides=(f"adapter={{name: {name}, r: 4}}",)) for name in KIN}
 SWITCHES |= {name: Switch(_rule(name), overrides=(f"optimizer={name}",)) for name in RULES}
 SWITCHES |= {name: Switch(_rule(name), overrides=(override,)) for name, override in FAMILY.items()}
 
@@ -140,6 +147,16 @@ BESIDE |= {
     frozenset((name, other)): BESIDE[frozenset(("lora", other))]
     for name in CODECS
     for other in ("state-offload", "dynamic8", "block4", *FAMILY)
+}
+
+#: What LoRA needs beside another method its kin need too; one of them in the fast tests will do.
+BESIDE_KIN = {
+    frozenset(name if part == "lora" else part for part in pair): Technique(
+        overrides=tuple(o.replace("adapter={", f"adapter={{name: {name}, ") for o in line.overrides)
+    )
+    for pair, line in BESIDE.items()
+    if "lora" in pair
+    for name in KIN
 }
 
 #: Pairs whose both sides no recipe key switches on together; a plain loop does.
@@ -176,8 +193,9 @@ def loop_losses(pair: tuple[str, str]) -> list[float]:
 
 def technique_of(pair: tuple[str, str]) -> Technique:
     """One recipe that has both."""
-    sides = [SWITCHES[name] for name in pair]
-    beside = BESIDE.get(frozenset(pair), Technique())
+    # A codec needs some adapter: what the other side says of one comes later.
+    sides = [SWITCHES[name] for name in sorted(pair, key=lambda name: name not in CODECS)]
+    beside = (BESIDE | BESIDE_KIN).get(frozenset(pair), Technique())
     exact = {"micro_rows": ROWS}
     for part in (*sides, beside):
         exact |= part.exact

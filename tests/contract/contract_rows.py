@@ -121,6 +121,12 @@ S2FT = ("adapter={name: s2ft, v: 0.5, o: 0.25, u: 0.05, d: 0.1}",)
 QLORA = ("model.weights=nf4", "adapter=lora")
 #: A draw within the steps of a resume, and the end of a round.
 SST = ("adapter={name: sst, r: 8, every: 2, warmup: 1, draws: 2}",)
+#: Compact states below the rank of the additions, and a change of basis within the steps of a test. B begins from W: of
+#: a B of 0 the first gradient of A is 0 and gives no basis, where a simulation takes the costlier branch.
+GRADNORMLORP = (
+    "adapter={name: gradnormlorp, r: 6, alpha: 12, init: olora}",
+    "optimizer={name: galore, rank: 3, refresh: 2}",
+)
 OWLORE = ("train.layers={name: owlore, active: 2, threshold: 4}", "train.seed=2")
 
 TECHNIQUES: dict[str, Technique] = {
@@ -197,6 +203,19 @@ TECHNIQUES: dict[str, Technique] = {
     ),
     "int8-lora": Technique(overrides=("model.weights=int8", "adapter=lora")),
     "int4-lora": Technique(overrides=("model.weights={name: int4, symmetric: false}", "adapter=lora")),
+    "lora-plus": Technique(overrides=("adapter=lora-plus",)),
+    "rslora": Technique(overrides=("adapter=rslora",)),
+    "dora": Technique(overrides=("adapter=dora",)),
+    "dora-recompute": Technique({"recompute": (0, 2)}, ("adapter=dora",), base="dora"),
+    "dora-in-backward": Technique({"in_backward": True}, ("adapter=dora",), base="dora"),
+    "dora-bf16-dropout": Technique(overrides=("adapter={name: dora, dropout: 0.25}", "precision=bf16")),
+    "olora": Technique(overrides=("adapter={name: olora, r: 4}",)),
+    "olora-in-backward": Technique({"in_backward": True}, ("adapter={name: olora, r: 4}",), base="olora"),
+    "olora-bf16-mixed": Technique(overrides=("adapter={name: olora, reparam: dora}", "precision=bf16-mixed")),
+    "pissa": Technique(overrides=("adapter={name: pissa, r: 4}",)),
+    "pissa-packing": Technique({"micro_rows": 3}, ("adapter={name: pissa, r: 4}",), PACKED),
+    "gradnormlorp": Technique(overrides=GRADNORMLORP),
+    "gradnormlorp-recompute": Technique({"recompute": (0, 1, 2)}, GRADNORMLORP, base="gradnormlorp"),
     "lora-full": Technique(overrides=("adapter={embeddings: true, head: true}",)),
     "s2ft": Technique(overrides=S2FT),
     "s2ft-permuted": Technique(overrides=("adapter={name: s2ft, v: 0.5, o: 0.25, u: 0.05, d: 0.1, permute: true}",)),

@@ -80,12 +80,26 @@ CASES: dict[str, tuple[str, bool, Spec]] = {
     ),
 }
 FAST = ("gpt2-transposed", "tied-embedding", "own-ranks")
+#: Additions that began from the base, or scale its rows.
+PARTS: dict[str, tuple[str, bool, Spec]] = {
+    "olora-rslora": ("llama", False, Spec(r=4, alpha=6.0, init="olora", scale="rslora")),
+    "pissa-own-ranks": (
+        "gpt2",
+        True,
+        Spec(r=2, alpha=4.0, init="pissa", targets=("c_attn",), ranks={"transformer.h.1.attn.c_attn": (5, 20.0)}),
+    ),
+    "dora": ("llama", False, Spec(r=4, reparam="dora")),
+    "gradnormlorp-on-olora": ("gpt2", True, Spec(r=4, reparam="weightnorm", init="olora")),
+}
 
 
 @needs_peft
-@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize(
+    "name",
+    [n if n in (*FAST, *PARTS) else pytest.param(n, marks=pytest.mark.slow) for n in (*CASES, *PARTS)],
+)
 def test_peft_gives_the_same_logits(tmp_path: Path, name: str) -> None:
-    family, tied, spec = CASES[name]
+    family, tied, spec = (CASES | PARTS)[name]
     folder = base(tmp_path, family, tied)
     model = opened(folder)
     lora = moved(LoRA(model, spec))
@@ -102,6 +116,7 @@ def test_peft_gives_the_same_logits(tmp_path: Path, name: str) -> None:
     "options",
     [
         {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj"], "use_rslora": True},
+        {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "up_proj"], "use_dora": True},
         pytest.param({"r": 2, "target_modules": "all-linear", "modules_to_save": ["lm_head"]}, marks=pytest.mark.slow),
         {
             "r": 2,
@@ -189,7 +204,7 @@ def edited(folder: Path, **changes: Any) -> None:
     ("changes", "said"),
     [
         ({"peft_type": "IA3"}, r"peft_type IA3[\s\S]*merge it with PEFT"),
-        ({"use_dora": True}, r"use_dora True"),
+        ({"use_qalora": True}, r"use_qalora True"),
         ({"bias": "all"}, r"bias 'all'"),
         ({"init_lora_weights": "pissa_niter_16"}, r"changed base[\s\S]*path_initial_model_for_weight_conversion"),
     ],
@@ -244,3 +259,20 @@ def test_halves_of_a_tied_matrix_that_were_trained_apart_are_refused(tmp_path: P
 
 def test_the_ids_are_the_child_s() -> None:
     assert IDS.shape == (2, 20)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_what_began_from_the_base_is_written_on_the_original_one(tmp_path: Path, name: str) -> None:
+    """s (B A - B0 A0) as one product of rank 2r at the same s: read again as a plain addition it gives the logits."""
+    family, tied, spec = PARTS[name]
+    folder = base(tmp_path, family, tied)
+    lora = moved(LoRA(opened(folder), spec))
+    config = write_peft(tmp_path / "adapter", lora, base_name="owner/name")
+    found = again(folder, tmp_path / "adapter")
+    wide = 1 if spec.init == "kaiming" else 2
+    assert (config["r"], config["init_lora_weights"]) == (wide * spec.r, True)
+    root = wide**0.5 if spec.scale == "rslora" else wide
+    assert config["lora_alpha"] == pytest.approx(root * spec.alpha)
+    assert dict(found.scale) == pytest.approx(dict(lora.scale))
+    assert config["use_dora"] == (spec.reparam != "plain") == (found.spec.reparam == "dora")
+    torch.testing.assert_close(logits(found.model), logits(lora.model), rtol=0, atol=1e-5)

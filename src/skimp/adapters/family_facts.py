@@ -1,25 +1,123 @@
-"""What is known of the low-rank family: one layer from parts, and the named choices of them."""
+"""What is known of the low-rank family: one layer from parts, and the named choices of them.
+
+delta s B A × how A and B begin × what scales their product × what becomes of the rows × rates of A and B. A preset is
+what a name fixes; every other part stays a key.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from skimp.core.option import Option
 from skimp.core.registry import Facts, Paper
 
-#: Keys of `adapter:` that every low-rank addition takes.
-COMMON = ("r", "alpha", "scale", "targets", "dropout", "embeddings", "head", "init", "from")
+INITS = ("kaiming", "gaussian", "olora", "pissa", "pissa-fast")
+REPARAMS = ("plain", "dora", "weightnorm")
 
-LOW_RANK: list[Facts] = [
-    Facts(
-        name="lora",
+#: What each name fixes.
+PRESETS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "rslora": {"scale": "rslora"},
+    "lora-plus": {},
+    "dora": {"reparam": "dora"},
+    "olora": {"init": "olora"},
+    "pissa": {"init": "pissa"},
+    "gradnormlorp": {"reparam": "weightnorm"},
+}
+_SHARED = ("r", "alpha", "scale", "targets", "dropout", "embeddings", "head", "init")
+
+_OPTIONS: dict[str, Option] = {
+    "reparam": Option(
+        "plain",
+        "What becomes of the rows of W + s B A: plain leaves them, dora trains their norms without a gradient through "
+        "the row's own norm, weightnorm with it.",
+        choices=REPARAMS,
+    ),
+    "ratio": Option(1.0, "Learning rate of B and of the norms over that of A.", above=0),
+}
+_FLOATS = "12 bytes a base parameter in float32 with AdamW; adds "
+_LORA = "16 r (inputs + outputs) bytes a layer. Activations stay: go with recompute"
+_ORIGIN = "20 r (inputs + outputs) bytes a layer (16 for what trains, 4 for what it began with)"
+_NORMS = "16 r (inputs + outputs) + 16 outputs bytes a layer, and its product once more in backward"
+
+
+def _preset(
+    name: str, summary: str, saves: str, paper: Paper, recipe: str = "", options: Mapping[str, Option] | None = None
+) -> Facts:
+    fixed = PRESETS[name]
+    return Facts(
+        name=name,
         kind="adapter",
-        summary="train a product of two thin matrices beside each frozen linear layer; gradients and optimizer states "
-        "exist for r (inputs + outputs) numbers a layer instead of inputs x outputs",
+        summary=summary,
         where="skimp.adapters.lora:LoRA",
         attacks=("gradients", "optimizer"),
         exact=False,
-        saves="12 bytes a base parameter in float32 with AdamW; adds 16 r (inputs + outputs) bytes a layer. "
-        "Activations stay: go with recompute",
-        paper=Paper("LoRA: Low-Rank Adaptation of Large Language Models", 2021, "2106.09685"),
+        saves=_FLOATS + saves,
+        paper=paper,
         stages=("fine-tuning",),
-        shared=COMMON,
+        recipe=recipe,
+        options={**{k: o for k, o in _OPTIONS.items() if k not in fixed}, **(options or {})},
+        shared=(*(key for key in _SHARED if key not in fixed), *(("from",) if name == "lora" else ())),
     )
+
+
+LOW_RANK: list[Facts] = [
+    _preset(
+        "lora",
+        "train a product of two thin matrices beside each frozen linear layer; gradients and optimizer states "
+        "exist for r (inputs + outputs) numbers a layer instead of inputs x outputs",
+        _LORA,
+        Paper("LoRA: Low-Rank Adaptation of Large Language Models", 2021, "2106.09685"),
+    ),
+    _preset(
+        "rslora",
+        "LoRA with the product scaled by alpha / sqrt(r): activations and gradients keep their size at large ranks",
+        _LORA,
+        Paper("A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA", 2023, "2312.03732"),
+    ),
+    _preset(
+        "lora-plus",
+        "LoRA with a higher learning rate for B than for A, which learns features faster at large widths",
+        _LORA,
+        Paper("LoRA+: Efficient Low Rank Adaptation of Large Models", 2024, "2402.12354"),
+        options={"ratio": Option(16.0, "Learning rate of B over that of A; halve train.lr above 1.", above=0)},
+    ),
+    _preset(
+        "dora",
+        "LoRA as the direction of each row of the weight, beside a trained magnitude",
+        _NORMS,
+        Paper("DoRA: Weight-Decomposed Low-Rank Adaptation", 2024, "2402.09353"),
+    ),
+    _preset(
+        "olora",
+        "LoRA that begins from the QR decomposition of the weight: B orthonormal, gradients of A from the first step",
+        _ORIGIN,
+        Paper("OLoRA: Orthonormal Low-Rank Adaptation of Large Language Models", 2024, "2406.01775"),
+    ),
+    _preset(
+        "pissa",
+        "LoRA that begins from the largest singular values of the weight and trains these",
+        _ORIGIN,
+        Paper(
+            "PiSSA: Principal Singular Values and Singular Vectors Adaptation of Large Language Models",
+            2024,
+            "2404.02948",
+        ),
+    ),
+    _preset(
+        "gradnormlorp",
+        "weight-normalised low-rank update, whose own gradients a projected optimizer shrinks again: states of "
+        "2 k (inputs + outputs) numbers for k < r",
+        _NORMS,
+        Paper(
+            "Gradient Weight-normalized Low-rank Projection for Efficient LLM Training",
+            2024,
+            "2412.19616",
+        ),
+        recipe="adapter: {name: gradnormlorp, r: 8, alpha: 16}\noptimizer: {name: galore, rank: 4, refresh: 200}",
+        options={"r": Option(8, "Rank of every addition.", least=1)},
+    ),
 ]
+#: Every name of the family.
+NAMES = tuple(PRESETS)

@@ -17,25 +17,21 @@ scale "rslora": "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA",
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from skimp.adapters.dropout import dropout_here
 from skimp.adapters.handle import Handle, Merging, Row
-from skimp.adapters.linear import lora_linear
+from skimp.adapters.initial import FROM_BASE
+from skimp.adapters.layer import LowRank, sizes
 from skimp.adapters.lora_peft import config_of, tensors_of
-from skimp.adapters.merge import A, B, Merged, Sums, add_product, largest_gap
+from skimp.adapters.merge import MAGNITUDE, A, B, Merged, Sums, largest_gap
 from skimp.adapters.spec import ALL_LINEAR, Spec
-from skimp.adapters.targets import is_transposed, match
-from skimp.core import noise
-from skimp.core.coded import without_values
+from skimp.adapters.targets import TargetError, match
 from skimp.core.coded_model import refuse_coded
 from skimp.core.errors import ConflictError, EffectError
-from skimp.core.position import recording
 from skimp.core.read import read
 from skimp.core.structure import Structure, read_structure
 
@@ -51,10 +47,11 @@ class LoRA(Handle):
 
     Attributes:
         modules: adapted module name -> the target it matched.
+        layers: adapted module name -> its addition.
         full: names of modules trained in full.
 
     Raises:
-        TargetError: targets that match nothing or only in part.
+        TargetError: targets that match nothing or only in part, or a rank above a matrix.
         ConflictError: the model has additions already.
 
     Example:
@@ -78,16 +75,28 @@ class LoRA(Handle):
             )
         self.modules = match(model, self.structure, self.spec.targets)
         self.full = self._full()
+        self.name = self.spec.name
+        self._check_ranks()
         self.scale = {name: self.spec.factor(name) for name in self.modules}
         self._trained = {name: p.requires_grad for name, p in model.named_parameters()}
-        self._kept: dict[str, Tensor] | None = None
         self.merged = False
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         for name in self.full:
             self.module(name).weight.requires_grad_(True)
-        for name in self.modules:
-            self._attach(name)
+        self.layers = {name: LowRank(name, self.module(name), self.spec) for name in self.modules}
+
+    def _check_ranks(self) -> None:
+        shapes = {name: sizes(self.module(name)) for name in self.modules}
+        wide = [name for name, shape in shapes.items() if self.spec.rank_of(name) > min(shape)]
+        if wide:
+            least = min(min(shapes[name]) for name in wide)
+            raise TargetError(
+                f"adapter.r: {self.spec.rank_of(wide[0])} on {wide[0]}",
+                f"a matrix of {shapes[wide[0]][0]} x {shapes[wide[0]][1]}; {len(wide)} of {len(shapes)} are too small",
+                "a product of that rank has more numbers than the matrix it is added to",
+                [f"adapter.r={least}", "adapter.targets: only the larger layers"],
+            )
 
     def _full(self) -> tuple[str, ...]:
         """Names of the modules trained in full; a tied pair is one matrix, under the embedding's name."""
@@ -124,67 +133,25 @@ class LoRA(Handle):
         """The spec."""
         return self.spec.as_dict()
 
-    def _attach(self, name: str) -> None:
-        module = self.module(name)
-        outputs, inputs = sizes(module)
-        rank, like = self.spec.rank_of(name), module.weight
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        a = torch.empty(rank, inputs, dtype=dtype, device=like.device)
-        b = torch.zeros(outputs, rank, dtype=dtype, device=like.device)
-        if not without_values(like):
-            self._draw(a, f"{name}.{A}")
-        module.register_parameter(A, nn.Parameter(a))
-        module.register_parameter(B, nn.Parameter(b))
-        module.forward = self._forward(name, module)
-
-    def _draw(self, a: Tensor, name: str) -> None:
-        """A's first numbers: a function of (seed, name), not of what was drawn before."""
-        rank, inputs = a.shape
-        with torch.no_grad():
-            if self.spec.init == "gaussian":
-                drawn = noise.normal(self.spec.seed, name, 0, a.numel(), device=a.device).mul_(1.0 / rank)
-            else:
-                drawn = noise.uniform(self.spec.seed, name, 0, a.numel(), device=a.device)
-                drawn.sub_(0.5).mul_(2.0 / math.sqrt(inputs))
-            a.copy_(drawn.view(rank, inputs))
-
-    def _forward(self, name: str, module: Any) -> Callable[[Tensor], Tensor]:
-        scale, transposed, plain, spec = self.scale[name], is_transposed(module), module.forward, self.spec
-
-        def forward(x: Tensor) -> Tensor:
-            if self.merged:
-                y: Tensor = plain(x)
-                return y
-            dropped = spec.dropout > 0.0 and module.training and recording()
-            return lora_linear(
-                x,
-                module.weight,
-                module.bias,
-                module.lora_A,
-                module.lora_B,
-                scale,
-                transposed=transposed,
-                dropout=dropout_here(spec.dropout, spec.seed, name, x) if dropped else None,
-            )
-
-        #: Read where a forward is run again by others, who may not know its place.
-        forward.dropout = spec.dropout  # type: ignore[attr-defined]
-        return forward
-
     # ---- what is trained
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Everything trained, by the name it has in the model."""
         for name in self.full:
             yield f"{name}.weight", self.module(name).weight
-        for name in self.modules:
-            module = self.module(name)
-            yield f"{name}.{A}", module.lora_A
-            yield f"{name}.{B}", module.lora_B
+        for layer in self.layers.values():
+            yield from layer.trained()
+
+    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+        """What trains, and what it began with where that was the base."""
+        yield from self.named_parameters()
+        for layer in self.layers.values():
+            yield from layer.frozen()
 
     def additions(self) -> Iterator[Tensor]:
-        """A and B of every adapted module."""
-        return (p for n, p in self.named_parameters() if n.endswith((f".{A}", f".{B}")))
+        """Everything beside the base."""
+        for layer in self.layers.values():
+            yield from (tensor for _, tensor in (*layer.trained(), *layer.frozen()))
 
     def base(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Named parameters of the frozen base, tied ones once."""
@@ -198,23 +165,25 @@ class LoRA(Handle):
             tied = f" (tied with {self.structure.head})" if self.structure.tied else ""
             rows.append(Row(name, f"in full{tied}", tuple(weight.shape), 0, weight.numel(), weight.nbytes))
         for name, target in self.modules.items():
-            a, b = self.module(name).lora_A, self.module(name).lora_B
-            outputs_inputs = (b.shape[0], a.shape[1])
-            number, size = a.numel() + b.numel(), a.nbytes + b.nbytes
-            rows.append(Row(name, target, outputs_inputs, a.shape[0], number, size))
+            trained = [p for _, p in self.layers[name].trained()]
+            number, size = sum(p.numel() for p in trained), sum(p.nbytes for p in trained)
+            rows.append(Row(name, target, sizes(self.module(name)), self.spec.rank_of(name), number, size))
         return rows
 
-    def _parts(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        """W as (outputs, inputs), A and B of one module."""
-        module = self.module(name)
-        weight = module.weight.t() if is_transposed(module) else module.weight
-        return weight, module.lora_A, module.lora_B
+    def lr_scale(self, name: str) -> float:
+        """LoRA+: B and the norms move `ratio` times as fast as A."""
+        return self.spec.ratio if name.endswith((f".{B}", f".{MAGNITUDE}")) else 1.0
+
+    def peaks(self) -> dict[str, int]:
+        """Beside the finished model: what making one addition takes."""
+        return {"attach": max((layer.scratch() for layer in self.layers.values()), default=0)}
 
     # ---- into the base and out again
 
     @torch.no_grad()
     def merge(self, keep: bool = False, probe: Callable[[], Tensor] | None = None) -> Merged:
-        """Add s B A to each weight, in float32 at least, one layer at a time; forwards are the base's own from then on.
+        """Add the product to each weight, in float32 at least, one layer at a time, and scale its rows where they have
+        trained norms; forwards are the base's own from then on.
 
         Args:
             keep: hold a copy of every changed weight, so that `unmerge` and `detach` restore it to the bit; as many
@@ -231,13 +200,9 @@ class LoRA(Handle):
             raise ConflictError("merge", "merged already", instead="unmerge first")
         refuse_coded(self.model, self.modules)
         before = None if probe is None else probe().float()
-        self._kept = {} if keep else None
         change = gap = 0.0
-        for name in self.modules:
-            module = self.module(name)
-            if self._kept is not None:
-                self._kept[name] = module.weight.detach().clone()
-            moved, lost = add_product(*self._parts(name), self.scale[name])
+        for layer in self.layers.values():
+            moved, lost = layer.merge(keep)
             change, gap = max(change, moved), max(gap, lost)
         self.merged = True
         return Merged(len(self.modules), change, gap, None if before is None else largest_gap(before, probe))
@@ -251,13 +216,9 @@ class LoRA(Handle):
         """
         if not self.merged:
             raise ConflictError("unmerge", "nothing is merged", instead="merge first")
-        for name in self.modules:
-            module = self.module(name)
-            if self._kept is not None:
-                module.weight.copy_(self._kept.pop(name))
-            else:
-                add_product(*self._parts(name), -self.scale[name])
-        self._kept, self.merged = None, False
+        for layer in self.layers.values():
+            layer.unmerge()
+        self.merged = False
 
     @torch.no_grad()
     def detach(self, base: Mapping[str, Tensor] | None = None) -> None:
@@ -269,7 +230,7 @@ class LoRA(Handle):
         Raises:
             ConflictError: merged without `keep`, or the originals of fully trained modules are not given.
         """
-        if self.merged and self._kept is None:
+        if self.merged and not all(layer.kept for layer in self.layers.values()):
             raise ConflictError(
                 "detach, which restores the base to the bit",
                 "merged without a copy of the base",
@@ -288,25 +249,23 @@ class LoRA(Handle):
             self.unmerge()
         for name in self.full:
             self.module(name).weight.copy_((base or {})[f"{name}.weight"])
-        for name in self.modules:
-            module = self.module(name)
-            del module.forward
-            module._parameters.pop(A)
-            module._parameters.pop(B)
+        for layer in self.layers.values():
+            layer.remove()
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(self._trained[name])
-        self.modules = {}
+        self.modules, self.layers = {}, {}
 
     def peft(self, base_name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """A plain LoRA of PEFT's."""
         return config_of(self, base_name), tensors_of(self)
 
     def asleep(self) -> frozenset[str]:
-        """A's gradient holds B, which begins at 0."""
-        return frozenset(f"{name}.{part}" for name in self.modules for part in (A, B))
+        """A's gradient holds B, which may begin at 0."""
+        return frozenset(name for layer in self.layers.values() for name, _ in layer.trained())
 
     def assert_effect(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-        """Every addition moved in the first step: B, whose gradient is not 0 there, or A.
+        """Every addition moved in the first step: B, whose gradient is not 0 there, or A; A as well where both began
+        from W, and the norms where rows have some.
 
         Args:
             before, after: numbers of each named parameter around the step.
@@ -315,19 +274,19 @@ class LoRA(Handle):
             EffectError: names the additions that did not, or a base weight that trains.
         """
         self.check_frozen()
-        still = [name for name in self.modules if not any(_differ(before, after, f"{name}.{part}") for part in (A, B))]
+        asked = f"adapter '{self.name}': additions on {len(self.modules)} layers"
+        still = [n for n in self.modules if not any(_differ(before, after, f"{n}.{part}") for part in (A, B))]
         if still:
             raise EffectError(
-                f"additions on {len(self.modules)} layers",
+                asked,
                 f"{len(still)} did not move, first {still[0]}",
                 "no gradient reached them: their layers do not run, or their forward was replaced",
             )
-
-
-def sizes(module: Any) -> tuple[int, int]:
-    """(outputs, inputs) of a linear layer, however it stores its weight."""
-    first, second = module.weight.shape
-    return (second, first) if is_transposed(module) else (first, second)
+        more = [(A, "begins from W and B not at 0")] if self.spec.init in FROM_BASE else []
+        more += [(MAGNITUDE, "scales every row")] if self.spec.reparam != "plain" else []
+        for part, why in more:
+            if not any(_differ(before, after, f"{name}.{part}") for name in self.modules):
+                raise EffectError(asked, f"no {part} moved", f"it {why}, so it has a gradient")
 
 
 def few_blocks(spec: Spec, model: nn.Module, structure: Structure) -> dict[str, Any]:
@@ -352,7 +311,7 @@ def few_blocks(spec: Spec, model: nn.Module, structure: Structure) -> dict[str, 
 
 
 def _is_addition(name: str) -> bool:
-    return name.endswith((f".{A}", f".{B}"))
+    return name.endswith((f".{A}", f".{B}", f".{MAGNITUDE}"))
 
 
 def _differ(before: Mapping[str, Tensor], after: Mapping[str, Tensor], name: str) -> bool:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from skimp.adapters.norms import Pair
 from skimp.adapters.spec import Spec
 from skimp.core.read import read
 
 #: Rows of a weight that are merged at once, so that no second weight exists: 4 Mi numbers, 16 MiB in float32.
 NUMBERS = 2**22
-A, B = "lora_A", "lora_B"
+A, B, A0, B0, MAGNITUDE = "lora_A", "lora_B", "lora_A0", "lora_B0", "lora_magnitude_vector"
 
 
 @dataclass(frozen=True)
@@ -39,23 +40,39 @@ class Merged:
         return text if self.logits is None else f"{text}; logits differ by at most {self.logits:.2g}"
 
 
-def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[float, float]:
-    """W += scale B A in place, slice by slice, one dtype wider than W; (largest change, largest rounding).
+def add_products(
+    weight: Tensor, pairs: Sequence[Pair], magnitude: Tensor | None = None
+) -> tuple[float, float, Tensor | None]:
+    """W += Σ s B A in place, slice by slice, one dtype wider than W; with a magnitude each row is then given that norm.
 
     Args:
-        weight: (outputs, inputs), or a view of one stored the other way. a: (r, inputs). b: (outputs, r).
+        weight: (outputs, inputs), or a view of one stored the other way. pairs: A (r, inputs), B (outputs, r) and s.
+        magnitude: (outputs,) or None.
+
+    Returns:
+        The largest change, the largest rounding, and what the rows were multiplied by, (outputs,) in W's dtype.
     """
     wide = torch.float64 if weight.dtype in (torch.float32, torch.float64) else torch.float32
-    low, change, lost = a.to(wide), 0.0, 0.0
+    lows, change, lost = [a.to(wide) for a, _, _ in pairs], 0.0, 0.0
+    gain = None if magnitude is None else torch.empty_like(weight[:, 0])
     step = max(1, NUMBERS // weight.shape[1])
     for start in range(0, weight.shape[0], step):
-        part = weight[start : start + step]
-        delta = torch.mm(b[start : start + step].to(wide), low).mul_(scale)
+        stop = min(start + step, weight.shape[0])
+        part = weight[start:stop]
+        delta = torch.mm(pairs[0][1][start:stop].to(wide), lows[0]).mul_(pairs[0][2])
+        for low, (_, b, s) in zip(lows[1:], pairs[1:], strict=True):
+            delta.addmm_(b[start:stop].to(wide), low, alpha=s)
+        if magnitude is not None and gain is not None:
+            delta.add_(part)
+            lengths = torch.linalg.vector_norm(delta, dim=1).clamp_min_(torch.finfo(torch.float32).tiny)
+            factor = magnitude[start:stop].to(wide) / lengths
+            gain[start:stop] = factor
+            delta.mul_(factor.unsqueeze(1)).sub_(part)
         change = max(change, read(torch.linalg.vector_norm(delta, ord=float("inf")), expect=0.0))
         exact = delta.add_(part)
         part.copy_(exact)
         lost = max(lost, read(torch.linalg.vector_norm(exact.sub_(part), ord=float("inf")), expect=0.0))
-    return change, lost
+    return change, lost, gain
 
 
 def largest_gap(before: Tensor, probe: Callable[[], Tensor] | None) -> float | None:
@@ -73,12 +90,16 @@ class Sums:
     """
 
     def __init__(self, meta: Mapping[str, Any], names: frozenset[str], get: Callable[[str], Tensor]) -> None:
-        self.spec, self.get = Spec.from_dict(meta), get
+        self.spec, self.names, self.get = Spec.from_dict(meta), names, get
         self.changed = frozenset(n.removesuffix(A) + "weight" for n in names if n.endswith(f".{A}"))
 
     def apply(self, name: str, value: Tensor, transposed: bool) -> Tensor:
-        """W + s B A."""
+        """W + s (B A - B0 A0), its rows given the trained norms where they have some."""
         module = name.removesuffix(".weight")
-        target = value.t() if transposed else value
-        add_product(target, self.get(f"{module}.{A}"), self.get(f"{module}.{B}"), self.spec.factor(module))
+        scale = self.spec.factor(module)
+        pairs: list[Pair] = [(self.get(f"{module}.{A}"), self.get(f"{module}.{B}"), scale)]
+        if f"{module}.{A0}" in self.names:
+            pairs.append((self.get(f"{module}.{A0}"), self.get(f"{module}.{B0}"), -scale))
+        magnitude = self.get(f"{module}.{MAGNITUDE}") if f"{module}.{MAGNITUDE}" in self.names else None
+        add_products(value.t() if transposed else value, pairs, magnitude)
         return value

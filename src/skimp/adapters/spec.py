@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from skimp.adapters.family_facts import INITS, PRESETS, REPARAMS
 from skimp.core.errors import SkimpError
 
 ALL_LINEAR = "all-linear"
@@ -25,9 +26,13 @@ class Spec:
             expression that must match a whole module name.
         dropout: probability with which an input number of the addition is set to 0.
         embeddings, head: train these in full.
-        init: "kaiming" draws A uniformly within 1 / sqrt(inputs), "gaussian" normally with deviation 1 / r.
+        init: how A and B begin, see `initial`.
+        reparam: "plain" is W + s B A; "dora" gives each of its rows a trained norm, without a gradient through the
+            row's own; "weightnorm" with it (`norms`).
+        ratio: rate of B and of the norms over that of A (LoRA+, arXiv 2402.12354, section 4).
         seed: address of A's numbers and of the dropout masks.
         ranks: module name -> (r, alpha) where it differs from the above.
+        name: what a recipe calls it.
     """
 
     r: int = 16
@@ -37,9 +42,12 @@ class Spec:
     dropout: float = 0.0
     embeddings: bool = False
     head: bool = False
-    init: Literal["kaiming", "gaussian"] = "kaiming"
+    init: str = "kaiming"
     seed: int = 0
     ranks: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    reparam: Literal["plain", "dora", "weightnorm"] = "plain"
+    ratio: float = 1.0
+    name: str = "lora"
 
     def __post_init__(self) -> None:
         wrong = [
@@ -49,7 +57,9 @@ class Spec:
                 ("alpha", self.alpha, math.isfinite(self.alpha) and self.alpha > 0),
                 ("scale", self.scale, self.scale in ("standard", "rslora")),
                 ("dropout", self.dropout, 0.0 <= self.dropout < 1.0),
-                ("init", self.init, self.init in ("kaiming", "gaussian")),
+                ("init", self.init, self.init in INITS),
+                ("reparam", self.reparam, self.reparam in REPARAMS),
+                ("ratio", self.ratio, math.isfinite(self.ratio) and self.ratio > 0),
             )
             if not good
         ]
@@ -59,22 +69,18 @@ class Spec:
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types; `from_dict` is the inverse."""
         targets = self.targets if isinstance(self.targets, str) else list(self.targets)
-        return {
-            "name": "lora",
-            **asdict(self),
-            "targets": targets,
-            "ranks": {name: list(pair) for name, pair in self.ranks.items()},
-        }
+        return {**asdict(self), "targets": targets, "ranks": {name: list(pair) for name, pair in self.ranks.items()}}
 
     @classmethod
     def from_recipe(cls, asked: Mapping[str, Any], seed: int) -> Spec:
-        """From every key of a recipe's `adapter:`."""
-        return cls(seed=seed, **{key: value for key, value in asked.items() if key not in ("name", "seed")})
+        """From every key of a recipe's `adapter:`; what the method's name says is not among them."""
+        known = {f.name for f in fields(cls)} - {"seed"}
+        values = {**PRESETS[asked["name"]], **{key: value for key, value in asked.items() if key in known}}
+        return cls(seed=seed, **values)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Spec:
-        """A spec as a checkpoint keeps it; the adapter's name beside it is not the spec's."""
-        values = {key: value for key, value in values.items() if key != "name"}
+        """A spec as a checkpoint keeps it."""
         targets = values["targets"]
         ranks = {name: (int(r), float(alpha)) for name, (r, alpha) in values["ranks"].items()}
         return cls(**{**values, "targets": targets if isinstance(targets, str) else tuple(targets), "ranks": ranks})

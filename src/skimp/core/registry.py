@@ -85,7 +85,7 @@ class Facts:
         saves: the byte formula in words, e.g. "2.03 bytes per parameter instead of 8".
         stages: where it applies.
         needs: what must be there (a package, a device), as sentences.
-        conflicts: other method names it cannot go with.
+        conflicts: other method names, or whole kinds of them ("adapter"), it cannot go with.
         where: "module:object" with the code.
         recipe: the lines of a recipe that switch it on; empty takes the kind's own (`snippet`).
         rules: of a codec that is part of some update rules: their names. No recipe can ask for it beside another.
@@ -191,7 +191,11 @@ def conflict_of(one: str, other: str) -> Conflict | None:
     """Why two methods cannot go together, whichever of them says so; None where they can."""
     if alternatives(one, other):
         return Conflict(*_ALTERNATIVES["update rule" if _part_of_another(one, other) else facts(one).kind])
-    return facts(one).conflicts.get(other) or facts(other).conflicts.get(one)
+    return _said(facts(one), facts(other)) or _said(facts(other), facts(one))
+
+
+def _said(one: Facts, other: Facts) -> Conflict | None:
+    return one.conflicts.get(other.name) or one.conflicts.get(other.kind)
 
 
 def alternatives(one: str, other: str) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from skimp.adapters.handle import Handle
 from skimp.adapters.lora import LoRA
 from skimp.adapters.lora_peft import PREFIX
-from skimp.adapters.merge import A, B
+from skimp.adapters.merge import MAGNITUDE, A, B
 from skimp.adapters.spec import Spec
 from skimp.adapters.targets import is_transposed, linear_layers
 from skimp.core.errors import CheckpointError, ModelError
@@ -35,7 +35,7 @@ CODEC_KEY = "skimp_base_codec"
 MOVED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 #: Keys of adapter_config.json that make it something else than a plain low-rank addition.
 OTHER_KINDS = (
-    "use_dora", "use_qalora", "use_bdlora", "lora_bias", "layer_replication", "trainable_token_indices",
+    "use_qalora", "use_bdlora", "lora_bias", "layer_replication", "trainable_token_indices",
     "target_parameters", "alora_invocation_tokens", "velora_config", "kasa_config", "monteclora_config", "arrow_config",
 )  # fmt: skip
 
@@ -104,7 +104,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(
             asked,
             f"peft_type {kind}" + "".join(f", {key} {config[key]!r}" for key in others),
-            "skimp reads plain low-rank additions: any ranks and scales, with or without fully trained modules",
+            "skimp reads low-rank additions, plain or DoRA's: any ranks and scales, with or without modules in full",
             "merge it with PEFT (merge_and_unload) and start from the merged model",
         )
     if isinstance(begun, str) and begun.lower().startswith(MOVED_BASE):
@@ -145,11 +145,12 @@ def read_spec(
         if name in whole:
             trained.add(whole[name])
             _same_shape(folder, name, shape, _weight_shape(model, whole[name]))
-        elif part not in (A, B) or module not in layers:
+        elif part not in (A, B, MAGNITUDE) or module not in layers:
             raise _other_base(folder, f"a tensor for {name}", "this base has no such linear layer")
         else:
             outputs, inputs = _sizes(layers[module])
-            _same_shape(folder, name, shape, (shape[0], inputs) if part == A else (outputs, shape[1]))
+            wanted = {A: (shape[0], inputs), B: (outputs, *shape[1:]), MAGNITUDE: (outputs,)}[part]
+            _same_shape(folder, name, shape, wanted)
             if part == A:
                 targets.append(module)
                 own = (shape[0], float(_pattern(config.get("alpha_pattern") or {}, module, alpha)))
@@ -165,6 +166,7 @@ def read_spec(
         full[1] or structure.head in trained,
         seed=seed,
         ranks=ranks,
+        reparam="dora" if config.get("use_dora") else "plain",
     )
 
 
@@ -179,17 +181,17 @@ def load_peft(folder: Path, lora: LoRA) -> None:
 
         def read(name: str) -> Tensor:
             if name in shapes:
-                found: Tensor = file.get_tensor(_written(name))
+                found: Tensor = file.get_tensor(written_name(name))
                 return found
             part = name.rpartition(".")[2]
-            if part in (A, B):
+            if part in (A, B, MAGNITUDE):
                 raise ModelError(f"adapter.from {folder}", f"no tensor for {name}", "its other half is there")
             kept: Tensor = lora.module(name.rpartition(".")[0]).weight.detach()
             return kept
 
         if lora.structure.tied and lora.full:
             both = [f"{n}.weight" for n in (lora.structure.embedding, lora.structure.head) if f"{n}.weight" in shapes]
-            halves = [file.get_tensor(_written(n)) for n in both]
+            halves = [file.get_tensor(written_name(n)) for n in both]
             if len(halves) == 2 and _apart(*halves):
                 raise ModelError(
                     f"adapter.from {folder}",
@@ -221,21 +223,23 @@ def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     with safe_open(Path(folder) / TENSORS, framework="pt") as file:
         for written in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
-            if not written.startswith(PREFIX) or not written.endswith(".weight"):
+            normed = written.endswith(f".{MAGNITUDE}")
+            if not written.startswith(PREFIX) or not (written.endswith(".weight") or normed):
                 raise ModelError(
                     f"adapter.from {folder}",
                     f"a tensor '{written}'",
                     "additions on linear layers end with lora_A.weight or lora_B.weight",
                     "for an addition on the embedding: adapter.embeddings=true trains it in full",
                 )
-            stem = written[len(PREFIX) : -len(".weight")]
-            name = stem if stem.endswith((f".{A}", f".{B}")) else f"{stem}.weight"
+            stem = written[len(PREFIX) :].removesuffix(".weight")
+            name = stem if stem.endswith((f".{A}", f".{B}", f".{MAGNITUDE}")) else f"{stem}.weight"
             found[name] = tuple(file.get_slice(written).get_shape())
     return found
 
 
-def _written(name: str) -> str:
-    return f"{PREFIX}{name}" if name.endswith(".weight") else f"{PREFIX}{name}.weight"
+def written_name(name: str) -> str:
+    """What the tensor `name` of a model is called in the file."""
+    return f"{PREFIX}{name}" if name.endswith((".weight", f".{MAGNITUDE}")) else f"{PREFIX}{name}.weight"
 
 
 def _weight_shape(model: nn.Module, name: str) -> tuple[int, ...]:

@@ -78,7 +78,7 @@ class Adapter(Section):
         default=False,
         description="Train the output head in full beside the adapter; tied to the embedding, both are one matrix.",
     )
-    init: Literal["kaiming", "gaussian"] | None = Field(
+    init: Literal["kaiming", "gaussian", "olora", "pissa", "pissa-fast"] | None = Field(
         default=None,
         description="How A begins: kaiming is uniform within 1 / sqrt(inputs), gaussian has deviation 1 / r. B begins "
         "at 0, so that step 0 is the base. kaiming unless `from` says it.",

@@ -66,6 +66,21 @@ def few_blocks(recipe: Any, model: nn.Module, structure: Structure) -> dict[str,
     return changes
 
 
+def groups_by_rate(groups: list[dict[str, Any]], adapter: Handle, lr: float) -> list[dict[str, Any]]:
+    """Optimizer groups cut so that each has one learning rate: "lr_scale" is its factor; as they are where all have
+    one."""
+    found: list[dict[str, Any]] = []
+    for group in groups:
+        factors: dict[float, list[Any]] = {}
+        for name, parameter in group["params"]:
+            factors.setdefault(adapter.lr_scale(name), []).append((name, parameter))
+        if set(factors) == {1.0}:
+            found.append(group)
+            continue
+        found += [{**group, "params": p, "lr": lr * f, "lr_scale": f} for f, p in sorted(factors.items())]
+    return found
+
+
 def merging_of(meta: Mapping[str, Any], names: Iterable[str], get: Callable[[str], Tensor]) -> Merging | None:
     """A saved adapter as changes of weights; None where its method adds modules instead."""
     method = load(meta.get("name", "lora"), "adapter")

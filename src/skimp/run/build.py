@@ -37,7 +37,7 @@ from skimp.kernels.native import library
 from skimp.optim.compact import Compact
 from skimp.optim.groups import decay_groups, role_groups
 from skimp.optim.role import roles
-from skimp.run.adapt import adapt
+from skimp.run.adapt import adapt, groups_by_rate
 from skimp.run.build_checks import asks_compact, check_blocks, check_exact, check_kept, check_path, check_positions
 from skimp.run.coded_base import weight_codec
 from skimp.run.head import Head
@@ -280,7 +280,8 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
     away = offload(model, structure, exact, recipe, simulated)
     name_blocks(model, structure)
     named = list(trainable(model))
-    optimizer = make_optimizer(recipe, named, model, structure, states_away(exact, recipe, simulated))
+    away_states = states_away(exact, recipe, simulated)
+    optimizer = make_optimizer(recipe, named, model, structure, away_states, adapter)
     weights = (
         {f"{structure.head}.weight", f"{structure.embedding}.weight"}
         if structure.tied
@@ -378,6 +379,7 @@ def make_optimizer(
     model: nn.Module,
     structure: Structure,
     away: Away | None = None,
+    adapter: Handle | None = None,
 ) -> Any:
     """The recipe's update rule over its decay groups, cut further by role where the rule treats roles unlike; its
     states live in `away`."""
@@ -388,7 +390,7 @@ def make_optimizer(
         options["seed"] = recipe.train.seed
     decay = recipe.train.weight_decay
     groups = role_groups(named, decay, roles(model, structure)) if rule.by_role else decay_groups(named, decay)
-    optimizer = rule(groups, **options)
+    optimizer = rule(groups if adapter is None else groups_by_rate(groups, adapter, recipe.train.lr), **options)
     if away is not None:
         optimizer.keep_states(away)
     if recipe.train.layers is None:  # else the sampler makes those of the blocks that train

@@ -87,6 +87,7 @@ class Effect:
         if codec is not None:
             assert_coded(run.model, run.structure, codec, () if run.adapter is None else run.adapter.additions())
         if run.adapter is not None:
+            _rates(run)
             run.adapter.assert_effect(self._before, after)
         if run.layers is not None:
             run.layers.assert_effect(self._before, after)
@@ -118,6 +119,16 @@ class Effect:
                 f"none of {len(halves)} bfloat16 parameters moved; about {expected:.0f} numbers should have",
                 "updates below half a unit in the last place are lost without stochastic rounding",
             )
+
+
+def _rates(run: Run) -> None:
+    """Parameters of an adapter that move faster than others do."""
+    for group in run.optimizer.param_groups:
+        for parameter in group["params"]:
+            name = run.optimizer.name_of(parameter)
+            wanted, found = run.adapter.lr_scale(name) if run.adapter else 1.0, group.get("lr_scale", 1.0)
+            if wanted != found:
+                raise EffectError(f"{wanted:g} times the learning rate for {name}", f"{found:g} times")
 
 
 def _micro_batches(run: Run, forwards: int) -> None:

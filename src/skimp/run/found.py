@@ -200,8 +200,7 @@ def _on_base(source: Any, recipe: Any, saved: Checkpoint) -> Stored:
 
 def _from_peft(asked: str, path: Path) -> Found:
     """An adapter's folder in PEFT's format, on the base it names."""
-    from skimp.adapters.lora_peft import PREFIX
-    from skimp.export.peft import BASE_KEY, CODEC_KEY, TENSORS, read_config, read_spec, saved_shapes
+    from skimp.export.peft import BASE_KEY, CODEC_KEY, TENSORS, read_config, read_spec, saved_shapes, written_name
     from skimp.recipe import fetch_model, resolve_model
 
     named = read_config(path).get("base_model_name_or_path")
@@ -227,7 +226,7 @@ def _from_peft(asked: str, path: Path) -> Found:
         dtype,
         addition.as_dict(),
         saved_shapes(path),
-        lambda name: reader.read(f"{PREFIX}{name}" if name.endswith(".weight") else f"{PREFIX}{name}.weight"),
+        lambda name: reader.read(written_name(name)),
         noted[0] if len(noted) == 2 else "",
         reader.close,
         from_meta(json.loads(reader.metadata[CODEC_KEY])) if CODEC_KEY in reader.metadata else None,

@@ -55,7 +55,7 @@ FACTS: list[Facts] = [
         saves="12 bytes a parameter of every resting block in float32 with AdamW; inputs of their products",
         paper=Paper("LISA: Layerwise Importance Sampling for Memory-Efficient LLM Fine-Tuning", 2024, "2403.17919"),
         recipe="train: {layers: {name: lisa, active: 2, every: 20}}",
-        conflicts={"lora": _NO_ADAPTER, "state-offload": _FEW_STATES, "owlore": _ONE_SET, "badam": _ONE_SET},
+        conflicts={"adapter": _NO_ADAPTER, "state-offload": _FEW_STATES, "owlore": _ONE_SET, "badam": _ONE_SET},
     ),
     Facts(
         name="owlore",
@@ -67,7 +67,7 @@ FACTS: list[Facts] = [
         saves="as lisa; with low-rank states inside, more blocks train in the same memory",
         paper=Paper("OwLore: Outlier-weighed Layerwise Sampled Low-Rank Projection", 2024, "2405.18380"),
         recipe="train: {layers: {name: owlore, active: 5, every: 50}}",
-        conflicts={"lora": _NO_ADAPTER, "state-offload": _FEW_STATES, "badam": _ONE_SET},
+        conflicts={"adapter": _NO_ADAPTER, "state-offload": _FEW_STATES, "badam": _ONE_SET},
     ),
     Facts(
         name="badam",
@@ -79,7 +79,7 @@ FACTS: list[Facts] = [
         saves="12 bytes a parameter of everything but one block in float32 with AdamW; activations below that block",
         paper=Paper("BAdam: A Memory Efficient Full Parameter Optimization Method for LLMs", 2024, "2404.02827"),
         recipe="train: {layers: {name: badam, active: 1, every: 100}}",
-        conflicts={"lora": _NO_ADAPTER, "state-offload": _FEW_STATES},
+        conflicts={"adapter": _NO_ADAPTER, "state-offload": _FEW_STATES},
     ),
 ]
 
