@@ -19,6 +19,7 @@ from skimp.optim import AdamMini, AdamW8bit, AdamWBF16
 from skimp.optim.adamw4bit_step import adamw4bit
 from skimp.optim.adamw8bit_step import adamw8bit
 from skimp.optim.adamw_bf16_step import adamw_bf16
+from skimp.optim.compact import Compact
 from skimp.optim.family_facts import FAMILY
 
 OPTIONS = (1e-2, 0.9, 0.999, 1e-8, 0.1, 3, 77)
@@ -190,6 +191,17 @@ def test_what_is_updated_as_a_whole_refuses_a_shard_and_takes_a_copy(second_of_f
     stepped(tensors.Replicate())
     with pytest.raises(SkimpError, match="a function of the whole tensor"):
         stepped(tensors.Shard(0))
+
+
+def test_compact_gradients_of_a_sharded_layer_are_refused(second_of_four: None) -> None:
+    tensors = importlib.import_module("torch.distributed.tensor")
+    mesh = torch.distributed.init_device_mesh("cpu", (4,))
+    layer = torch.nn.Linear(12, 8, bias=False)
+    layer.weight = torch.nn.Parameter(tensors.distribute_tensor(layer.weight.detach(), mesh, [tensors.Shard(0)]))
+    rule = load("grass", "update rule")([("weight", layer.weight)], rank=2)
+    with pytest.raises(SkimpError, match=r"sharded over processes[\s\S]*whole gradient"):
+        Compact(layer, rule)
+    assert "forward" not in vars(layer)
 
 
 def test_replicated_matrices_of_one_shape_move_as_plain_ones_do(second_of_four: None) -> None:

@@ -78,6 +78,14 @@ def fused_adamw_(p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str
             f"{grad.dtype}",
             instead="cast the gradient first",
         )
+    if torch.compiler.is_compiling():  # what torch's own fused kernel cannot be part of, but the compiler fuses anyway
+        options = {"lr": lr_of(group), "betas": group["betas"], "eps": group["eps"]}
+        stepped = adamw_reference(
+            p, grad, state["m"], state["v"], state["step"], weight_decay=group["weight_decay"], **options
+        )
+        for held, new in zip((p, state["m"], state["v"]), stepped, strict=True):
+            held.copy_(new)
+        return
     # The kernel wants the step as a tensor: 4 bytes that live for the call.
     step = torch.full((), float(state["step"]), dtype=torch.float32, device=p.device)
     torch._fused_adamw_(

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from skimp.core.errors import SkimpError
 from skimp.core.remake import how_made
+from skimp.core.sharded import is_sharded
 from skimp.optim.adding import check_adds_up
 from skimp.optim.projected import Projected
 
@@ -43,7 +44,7 @@ class Compact:
         receive: takes the factors; the rule's own `add_factors` unless a delivery of gradients is put between.
 
     Raises:
-        SkimpError: the rule needs whole gradients, or projects no linear layer of the model.
+        SkimpError: the rule needs whole gradients, or projects no linear layer of the model; a sharded weight.
     """
 
     def __init__(self, model: nn.Module, rule: Projected, receive: Receive | None = None) -> None:
@@ -57,6 +58,14 @@ class Compact:
         }
         if not self._modules:
             raise SkimpError(f"compact gradients for {rule.rule}", "no nn.Linear whose weight it projects")
+        sharded = next((name for name, module in self._modules.items() if is_sharded(module.weight)), None)
+        if sharded is not None:
+            raise SkimpError(
+                f"compact gradients for {rule.rule}",
+                f"{sharded} is sharded over processes",
+                "its projection is a function of the whole gradient, of which each process has its own tokens' part",
+                "leave the layers between hidden states whole on every process",
+            )
         self.layers = list(self._modules)
         rule.compact = frozenset(rule.name_of(module.weight) for module in self._modules.values())
         self._before = {name: vars(module).get("forward") for name, module in self._modules.items()}
