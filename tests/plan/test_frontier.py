@@ -145,19 +145,21 @@ def test_rates_by_class_of_operator() -> None:
 def test_the_largest_is_found_with_both_sides_asked(boundary: int) -> None:
     asked: dict[int, bool] = {}
 
-    def fits(value: int) -> bool:
+    def measure(value: int) -> tuple[int, bool]:
         asked[value] = value <= 10 * boundary
-        return asked[value]
+        return value**2 - (10 * boundary + 9) ** 2, asked[value]
 
-    assert largest(fits, 640, 10) == 10 * boundary
+    assert largest(measure, 640, 10) == 10 * boundary
     assert asked[10 * boundary]
     assert boundary == 64 or asked[10 * boundary + 10] is False
     assert len(asked) <= 14
 
 
 def test_nothing_fits_is_none() -> None:
-    assert largest(lambda _: False, 100) is None
-    assert largest(lambda _: True, 63, 64) is None
+    assert largest(lambda _: (1, False), 100) is None
+    assert largest(lambda _: (0, True), 63, 64) is None
+    # What does not fit for another place's sake says nothing in bytes.
+    assert largest(lambda value: (-1, value < 77), 100) == 76
 
 
 @pytest.mark.parametrize(

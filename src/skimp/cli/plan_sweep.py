@@ -89,17 +89,28 @@ def table(
     known: dict[tuple[str, ...], Any] = {}
     where: Any = None
 
-    def plan(*more: str) -> Any:
+    def asked_for(*more: str) -> Any:
         nonlocal where
+        recipe = load_recipe(source, [*words, *more])
+        check_model(recipe, model)
+        where = where or places(recipe, model.config, gpu, bytes_)
+        return recipe
+
+    def plan(*more: str) -> Any:
         if more not in known:
-            recipe = load_recipe(source, [*words, *more])
-            check_model(recipe, model)
-            where = where or places(recipe, model.config, gpu, bytes_)
+            recipe = asked_for(*more)
             known[more] = make_plan(recipe, model.config, label=model.name, offer=False, where=replace(where))
         return known[more]
 
     if largest is not None:
-        return _largest(largest, plan, seq, batch, first, model, as_json)
+        from skimp.plan.least import least
+
+        def smallest(*more: str) -> tuple[int, bool]:
+            recipe = asked_for(*more)
+            size, fits = least(recipe, model.config, replace(where))
+            return size - where.device_budget, fits
+
+        return _largest(largest, plan, smallest, lambda: where.device_budget, seq, batch, first, model, as_json)
     cells = sweep(values, seq, batch, plan)
     if as_json:
         print(json.dumps([cell.as_dict() for cell in cells], indent=2))
@@ -108,7 +119,9 @@ def table(
     return 0 if any(cell.fits for cell in cells) else 3
 
 
-def _largest(key: str, plan: Any, seq: int, batch: int, recipe: Any, model: Any, as_json: bool) -> int:
+def _largest(
+    key: str, plan: Any, smallest: Any, room: Any, seq: int, batch: int, recipe: Any, model: Any, as_json: bool
+) -> int:
     from skimp.cli.console import console
     from skimp.plan.sweep import SEQ_STEP, largest, words
 
@@ -118,8 +131,9 @@ def _largest(key: str, plan: Any, seq: int, batch: int, recipe: Any, model: Any,
     extended = recipe.model.positions == "extend"
     positions = model.config.get("max_position_embeddings") or model.config.get("n_positions")
     most = 4096 if key == "batch" else 1 << 22 if extended or positions is None else positions
-    found = largest(lambda value: plan(*at(value)).fits, most, SEQ_STEP if key == "seq" else 1)
-    budget = plan(*at(found or (SEQ_STEP if key == "seq" else 1))).places.device_budget
+    step = SEQ_STEP if key == "seq" else 1
+    found = largest(lambda value: smallest(*at(value)), most, step)
+    budget = room()
     if as_json:
         print(json.dumps({"key": key, "largest": found, "most": most, "budget_bytes": budget}))
     elif found is None:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from skimp.core.cuda_attention import capability_of, cuda_attention, kernel_for
 from skimp.core.errors import ModelError
 from skimp.core.prefixed import prefixed
 from skimp.core.read import is_simulated
+from skimp.core.repeat import rounds
 from skimp.core.target import target, target_device
 from skimp.core.windowed import windowed_attention
 
@@ -167,7 +169,7 @@ class DocumentAttention(torch.autograd.Function):
             out = query.new_empty(rows, seq, heads, dim).transpose(1, 2)
             kind = torch.float32 if query.dtype in (torch.bfloat16, torch.float16) else query.dtype
             lse = query.new_empty(rows, seq, heads, dtype=kind).transpose(1, 2)
-            for row, start, stop in pieces:
+            for row, start, stop in _rounds(pieces):
                 cut = (slice(row, row + 1), slice(None), slice(start, stop))
                 piece, piece_lse = _flash(query[cut], key[cut], value[cut], 0.0, causal, scale=scale)
                 out[cut].copy_(piece)
@@ -185,7 +187,7 @@ class DocumentAttention(torch.autograd.Function):
         dq, dk, dv = (
             t.new_empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]).transpose(1, 2) for t in (query, key, value)
         )
-        for row, start, stop in ctx.pieces:
+        for row, start, stop in _rounds(ctx.pieces):
             cut = (slice(row, row + 1), slice(None), slice(start, stop))
             parts = _flash_backward(
                 grad[cut], query[cut], key[cut], value[cut], out[cut], lse[cut], 0.0, ctx.causal, scale=ctx.scale
@@ -202,3 +204,10 @@ def _pieces(documents: Documents | None, rows: int, seq: int) -> tuple[tuple[int
     if len(documents) != rows:
         raise ModelError(f"document boundaries for {rows} rows", f"boundaries for {len(documents)} rows")
     return tuple((r, a, b) for r, d in enumerate(documents) for a, b in pairwise(d))
+
+
+def _rounds(pieces: tuple[tuple[int, int, int], ...]) -> Iterator[tuple[int, int, int]]:
+    """The pieces row by row; in a search's simulation, whose rows are cut alike, of three rows that stand for all."""
+    rows = [list(group) for _, group in groupby(pieces, key=itemgetter(0))]
+    for row in rounds(range(len(rows))):
+        yield from rows[row]

@@ -76,11 +76,9 @@ def make_plan(
     more = 0 if where.on_cpu else 2 * where.card.workspace_bytes
     if reservation is not None:
         more = max(0, reservation.reserved - profile.peak_bytes)
-    peak = _compared(where, profile.peak_bytes, profile.exact.malloc, more)
-    disk = _disk(recipe, profile.kept_bytes) + where.text_bytes + profile.away.get("disk", 0)
-    # One process a card, on one machine: its host memory holds them all.
-    host = where.count * (profile.away.get("host", 0) + (0 if where.on_cpu else where.baseline))
-    fits = peak <= where.device_budget and disk <= where.disk and (where.on_cpu or host <= where.host)
+    peak = compared(where, profile.peak_bytes, profile.exact.malloc, more)
+    disk, host = _on_disk(recipe, profile, where), _on_host(profile, where)
+    fits = peak <= where.device_budget and fits_elsewhere(recipe, profile, where)
     fits = fits and (reservation is None or reservation.fits)
     others = [c for c in _undominated(found, where) if c.exact != profile.exact][:ALTERNATIVES]
     alternatives = [_alternative(c, where, blocks, recipe.rows_per_step, more) for c in others]
@@ -115,7 +113,7 @@ def make_plan(
     )
 
 
-def _compared(where: Places, tracked: int, policy: Policy, more: int) -> int:
+def compared(where: Places, tracked: int, policy: Policy, more: int) -> int:
     """Bytes to hold against the budget: resident ones on a CPU, reserved ones on a card."""
     return where.resident_peak(tracked, policy) if where.on_cpu else tracked + more
 
@@ -136,6 +134,20 @@ def device_rates(where: Places, recipe: Any, config: dict[str, Any]) -> Rates:
         f"{card.name}: half of {tflops:g} TFLOP/s and four fifths of {card.bandwidth_gbs:g} GB/s (card table)",
         call=CARD_CALL,
     )
+
+
+def fits_elsewhere(recipe: Any, profile: MemoryProfile, where: Places) -> bool:
+    """Whether the disk and, beside a card, the host hold what a run leaves there."""
+    return _on_disk(recipe, profile, where) <= where.disk and (where.on_cpu or _on_host(profile, where) <= where.host)
+
+
+def _on_disk(recipe: Any, profile: MemoryProfile, where: Places) -> int:
+    return _disk(recipe, profile.kept_bytes) + where.text_bytes + profile.away.get("disk", 0)
+
+
+def _on_host(profile: MemoryProfile, where: Places) -> int:
+    """One process a card, on one machine: its host memory holds them all."""
+    return where.count * (profile.away.get("host", 0) + (0 if where.on_cpu else where.baseline))
 
 
 def _disk(recipe: Any, kept_bytes: int) -> int:
@@ -197,14 +209,14 @@ def _undominated(found: list[Candidate], where: Places) -> list[Candidate]:
     """Those that nothing beats in both time and memory, fastest first."""
     kept: list[Candidate] = []
     for candidate in sorted(found, key=lambda c: (c.seconds, c.peak)):
-        peak = _compared(where, candidate.peak, candidate.exact.malloc, 0)
-        if all(peak < _compared(where, other.peak, other.exact.malloc, 0) for other in kept):
+        peak = compared(where, candidate.peak, candidate.exact.malloc, 0)
+        if all(peak < compared(where, other.peak, other.exact.malloc, 0) for other in kept):
             kept.append(candidate)
     return kept
 
 
 def _alternative(candidate: Candidate, where: Places, blocks: int, rows: int, more: int) -> Alternative:
-    peak = _compared(where, candidate.peak, candidate.exact.malloc, more)
+    peak = compared(where, candidate.peak, candidate.exact.malloc, more)
     exact = candidate.exact
     overrides = (
         f"exact.micro_batch={exact.micro_rows}",

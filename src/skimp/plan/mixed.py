@@ -68,7 +68,10 @@ class MixedSearch(Search):
     def mixtures(self, found: Sequence[Candidate]) -> list[Candidate]:
         """The fastest mixture of each row that recomputes something and could be faster than all that fit; what keeps
         all is the least that a row can take."""
-        best = min((c.seconds for c in found if self.fits(c)), default=float("inf"))
+        fitting = [c.seconds for c in found if self.fits(c)]
+        if not fitting:
+            return []  # all blocks that keep nothing are the lattice's own, and leave the least
+        best = min(fitting)
         rows = {plain(c.exact) for c in found if c.exact.recompute and not c.exact.offload}
         points = [self.point(row, policy, 0) for row in rows for policy in self.budgets if self._may(row, policy)]
         mixed = []

@@ -135,7 +135,7 @@ def offers(
         if where.on_cpu:
             peak = min(where.resident_peak(best[0], p) for p in allowed)
         elif blocks <= FEW and where.count == 1:
-            exact = search.exact(*_smallest_row(search))
+            exact = search.exact(*smallest_row(search))
             peak = max(best[0], reserve(changed, config, exact, where, target=target).reserved)
         else:
             peak = best[0] + more
@@ -148,7 +148,7 @@ def offers(
 def smallest(search: Search) -> tuple[int, float]:
     """Peak and seconds of the recipe's smallest run: every block recomputed (or as pinned), small chunks, gradients
     freed in backward unless the recipe pins otherwise. Two depths fix the line."""
-    row, again = _smallest_row(search)
+    row, again = smallest_row(search)
     kept = search.blocks - again
     if kept:
         extension = search.row(row)
@@ -159,7 +159,7 @@ def smallest(search: Search) -> tuple[int, float]:
     return extend_line(one, two, more) + search.further, one.seconds + more * (two.seconds - one.seconds)
 
 
-def _smallest_row(search: Search) -> tuple[ExactChoices, int]:
+def smallest_row(search: Search) -> tuple[ExactChoices, int]:
     """The row of the recipe's smallest run, and how many blocks it recomputes."""
     in_backward = search.recipe.exact.in_backward is not False
     roots = list(search.lattice.roots(in_backward)) or list(search.lattice.roots(in_backward=False))

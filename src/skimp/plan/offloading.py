@@ -101,8 +101,8 @@ class OffloadingSearch(MixedSearch):
         asked = self.recipe.exact.offload
         near: Place = "disk" if self.target == "cpu" else "host"
         here = techniques(self.recipe, ExactChoices(1))
-        self._places = _ways(asked.activations, near, "activation-offload", here)
-        self._homes = _ways(asked.optimizer, near, "state-offload", here)
+        self.places = _ways(asked.activations, near, "activation-offload", here)
+        self.homes = _ways(asked.optimizer, near, "state-offload", here)
         self._pinned = asked.activations in ("host", "disk") or asked.optimizer in ("host", "disk")
         self._depths: dict[ExactChoices, Depths] = {}
 
@@ -125,7 +125,7 @@ class OffloadingSearch(MixedSearch):
         """States alone, then activations alone, then both; no further than to the first that fits, but for one thing:
         where states alone leave blocks to recompute, their activations may go as well."""
         found: list[Candidate] = []
-        ways = sorted(product(self._homes, self._places), key=lambda way: (way.count(None) == 0, way[0] is None))
+        ways = sorted(product(self.homes, self.places), key=lambda way: (way.count(None) == 0, way[0] is None))
         for home, place in ways:
             if home is None and place is None:
                 continue
@@ -170,13 +170,13 @@ class OffloadingSearch(MixedSearch):
         away = len(candidate.exact.offload) + 1
         if not candidate.exact.offload:
             yield from super()._one_more(candidate, profile)
-        elif candidate.exact.offload == choose(away - 1, self.blocks) and away <= self.blocks and self._named() is None:
+        elif candidate.exact.offload == choose(away - 1, self.blocks) and away <= self.blocks and self.named is None:
             exact = replace(candidate.exact, offload=choose(away, self.blocks))
             yield Candidate(exact, candidate.peak, candidate.seconds)
 
     def _blocks(self, row: ExactChoices) -> Iterator[Candidate]:
         """The row with blocks away: without recompute, and with every block recomputed (or as pinned)."""
-        pinned, total, named = self.pinned_count(), self.blocks, self._named()
+        pinned, total, named = self.pinned_count(), self.blocks, self.named
         for count in sorted({0, total} if pinned is None else {pinned}):
             fits = False
             for policy in self.budgets:
@@ -192,7 +192,8 @@ class OffloadingSearch(MixedSearch):
             if fits:
                 return
 
-    def _named(self) -> tuple[int, ...] | None:
+    @property
+    def named(self) -> tuple[int, ...] | None:
         """The blocks that the recipe names; None leaves their number to the plan."""
         blocks = self.recipe.exact.offload.blocks
         if blocks is None or isinstance(blocks, tuple):

@@ -57,6 +57,15 @@ class MemoryProfile:
         """The largest of all phases: what the device must hold."""
         return max(self.phases.values())
 
+    @property
+    def working_bytes(self) -> int:
+        """The largest of the phases that take turns once a run is under way: what blocks may wait up to.
+
+        Loading and resuming come once, and blocks that waited up to their peak from then on would be bytes that a run
+        does not need (GPT-2: 46 MB).
+        """
+        return max(size for phase, size in self.phases.items() if phase not in ("load", "resume"))
+
     def moments(self) -> dict[str, dict[str, int]]:
         """Highest bytes by phase and place within it, for drawing over a measured step.
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,22 +115,42 @@ def sweep(swept: dict[str, tuple[int, ...]], seq: int, batch: int, plan: Callabl
     return cells
 
 
-def largest(fits: Callable[[int], bool], most: int, step: int = 1) -> int | None:
-    """The largest multiple of `step` up to `most` that fits, by bisection; None when not even the first does.
+def largest(measure: Callable[[int], tuple[int, bool]], most: int, step: int = 1) -> int | None:
+    """The largest multiple of `step` up to `most` that fits; None when not even the first does.
 
-    Both sides of the boundary have been simulated when it returns: `fits` was true of it, and false of the next.
+    Bytes grow almost in proportion, so each try is where a line through both sides of the bracket meets the budget;
+    every other one halves it instead once that has not closed it in a few. Both sides of the boundary have been
+    simulated when it returns: the answer fits, the next does not.
+
+    Args:
+        measure: value -> (bytes above the budget, below 0 where there is room; whether it fits).
     """
     top = most // step
-    if top < 1 or not fits(step):
+    if top < 1:
+        return None
+    sizes: dict[int, int] = {}
+
+    def fits(place: int) -> bool:
+        sizes[place], found = measure(place * step)
+        return found
+
+    if not fits(1):
         return None
     good, bad = 1, 2
-    while bad <= top and fits(bad * step):  # doubling: the answer is often far below the most there could be
-        good, bad = bad, 2 * bad
+    while bad <= top and fits(bad):  # the answer is often far below the most there could be
+        good, bad = bad, min(max(2 * bad, _met(sizes, good, bad)), top) if bad < top else top + 1
     if bad > top:
-        if fits(top * step):
-            return top * step
-        bad = top
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle * step) else (good, middle)
+        return top * step
+    for tries in range(top):
+        if bad - good == 1:
+            break
+        middle = _met(sizes, good, bad) if tries < 4 or tries % 2 else (good + bad) // 2
+        middle = min(max(middle, good + 1), bad - 1)
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
     return good * step
+
+
+def _met(sizes: Mapping[int, int], low: int, high: int) -> int:
+    """Where the line through two sizes meets the budget; the middle where it is no line upwards."""
+    rise = sizes[high] - sizes[low]
+    return (low + high) // 2 if rise <= 0 else low - sizes[low] * (high - low) // rise

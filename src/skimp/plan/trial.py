@@ -81,7 +81,7 @@ def trial(recipe: Any, config: dict[str, Any], plan: Plan, patience: float = 360
         "recipe": plain,
         "config": config,
         "exact": plan.exact.as_dict(),
-        "pool": where.pool_limit(plan.profile.peak_bytes),
+        "pool": where.pool_limit(plan.profile.working_bytes),
     }
     found = _child(words, patience)
     measured = {k: found[k] for k in ("tensors", "process", "seconds")}

@@ -194,7 +194,7 @@ def train(
         if plan.places.on_cpu:
             set_malloc_policy(plan.exact.malloc)
             if plan.exact.malloc == "pool":
-                pool.install(plan.places.pool_limit(plan.profile.peak_bytes))
+                pool.install(plan.places.pool_limit(plan.profile.working_bytes))
                 stack.callback(pool.remove)
         give_back()
         reset_peak()
@@ -205,7 +205,7 @@ def train(
         run = build(recipe, plan.exact, source.config, fill=fill)
         stack.callback(run.close)
         if plan.places.on_cpu and plan.exact.malloc == "pool":
-            pool.set_limit(plan.places.pool_limit(plan.profile.peak_bytes, resting_below(run, pool.SMALLEST)))
+            pool.set_limit(plan.places.pool_limit(plan.profile.working_bytes, resting_below(run, pool.SMALLEST)))
         if run.adapter is not None and base is not None:
             check_continued(recipe, base.value)
             for line in (*coded_words(run.model), *table_lines(run.adapter.table(), run.structure.blocks)):

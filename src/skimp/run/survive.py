@@ -154,7 +154,7 @@ class Survival:
             set_malloc_policy(plan.exact.malloc)
             if plan.exact.malloc == "pool":
                 outside = resting_below(loop.run, pool.SMALLEST)
-                pool.install(plan.places.pool_limit(plan.profile.peak_bytes, outside))
+                pool.install(plan.places.pool_limit(plan.profile.working_bytes, outside))
             elif self.plan.exact.malloc == "pool":
                 pool.remove()
         give_back()
