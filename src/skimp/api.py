@@ -259,7 +259,8 @@ def settle(recipe: Any, source: Any, voice: Voice, text_bytes: int = 0) -> tuple
     # The text is ready by now, so what would change its rows is offered and never taken; nor is what would train
     # something else than the model.
     untaken = ("data.", "adapter=")
-    open_to = (a for a in found.alternatives if a.fits and not a.exact and not a.overrides[0].startswith(untaken))
+    ways = (a for a in found.alternatives if a.fits and not a.exact)
+    open_to = (a for a in ways if not any(word.startswith(untaken) for word in a.overrides))
     offered = next(open_to, None)
     if not found.fits and recipe.auto == "approximate" and offered is not None:
         voice.say(f"nothing exact fits; auto: approximate takes {' '.join(offered.overrides)} ({offered.label})")

@@ -19,8 +19,6 @@ from skimp.plan.places import Places, budgets
 from skimp.plan.plan import Alternative
 from skimp.plan.reserve import reserve
 from skimp.plan.search import Search
-from skimp.recipe.adapter import Adapter
-from skimp.recipe.weights import Weights
 from skimp.run.build import DTYPES, rule_name
 
 #: (what to change, in words with the known effect, as overrides, changes to the recipe)
@@ -51,6 +49,11 @@ WAYS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
         {"adapter": "lora", "precision": "bf16"},
     ),
     (
+        "the frozen base in int8, a scale a group of weights (each off by half a 127th of its group's largest at most)",
+        ("model.weights=int8",),
+        {"weights": "int8"},
+    ),
+    (
         "the frozen base in NF4, 4.13 bits a weight (each off by about 9 %; the adapter trains against it)",
         ("model.weights=nf4",),
         {"weights": "nf4"},
@@ -59,6 +62,11 @@ WAYS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
         "LoRA on a base kept in NF4, 4.13 bits a weight",
         ("adapter=lora", "model.weights=nf4"),
         {"adapter": "lora", "weights": "nf4"},
+    ),
+    (
+        "LoRA on a base kept in NF4, computed in bf16",
+        ("adapter=lora", "precision=bf16", "model.weights=nf4"),
+        {"adapter": "lora", "precision": "bf16", "weights": "nf4"},
     ),
     ("half the sequence, same tokens a step: other text is seen together", ("data.seq_len=HALF",), {"seq": 0.5}),
 )
@@ -118,20 +126,21 @@ def offers(
     replayed instead.
     """
     found: list[Alternative] = []
+    tried: list[Any] = []
     for label, overrides, change in ways(recipe, config):
-        changed = _changed(recipe, change)
-        if changed is None or ("seq" in change and rest > where.tensor_budget()):
+        typed = _typed(recipe, overrides)
+        changed = _changed(recipe, change, typed)
+        if changed is None or changed in tried or ("seq" in change and rest > where.tensor_budget()):
             continue
         if "adapter" in change and any(a.fits and "adapter=lora" in a.overrides for a in found):
             continue  # the base may keep its precision
+        tried.append(changed)
         allowed = budgets(where, changed)
         search = Search(changed, config, blocks, allowed, rates, target, where.count)
         try:
             best = smallest(search)
         except SkimpError:
-            if "optimizer" not in change or change["optimizer"] in {c.get("optimizer") for _, _, c in WAYS}:
-                raise
-            continue  # a rule of the registry that cannot go with this recipe, by its own words
+            continue  # it cannot go with this recipe, by its own words
         if where.on_cpu:
             peak = min(where.resident_peak(best[0], p) for p in allowed)
         elif blocks <= FEW and where.count == 1:
@@ -139,7 +148,10 @@ def offers(
             peak = max(best[0], reserve(changed, config, exact, where, target=target).reserved)
         else:
             peak = best[0] + more
-        typed = tuple(o.replace("HALF", str(recipe.data.seq_len // 2)) for o in overrides)
+        if recipe.adapter is not None and change == {"precision": "bf16", "optimizer": "adamw"}:
+            label = "the frozen base in bf16; the additions and their states stay float32"
+        elif recipe.adapter is not None and change == {"precision": "bf16", "optimizer": "adamw8bit"}:
+            label = "the frozen base in bf16, float32 additions with 8-bit states"
         found.append(Alternative(label, peak, best[1], peak <= where.device_budget, False, typed))
     found = [a for a in found if a.fits or a.peak_bytes < 0.98 * least]
     return sorted(found, key=lambda a: (not a.fits, a.peak_bytes))
@@ -167,36 +179,28 @@ def smallest_row(search: Search) -> tuple[ExactChoices, int]:
     return search.lattice.least(roots[0]), search.blocks if pinned is None else pinned
 
 
-def _changed(recipe: Any, change: dict[str, Any]) -> Any | None:
-    """The recipe with the change, or None when it is so already."""
-    update: dict[str, Any] = {}
-    if "adapter" in change:
-        if recipe.adapter is not None or recipe.model.init == "scratch" or recipe.train.layers is not None:
-            return None
-        update["adapter"] = Adapter.model_validate(change["adapter"])
+def _changed(recipe: Any, change: dict[str, Any], overrides: tuple[str, ...]) -> Any | None:
+    """The recipe as it reads with the overrides typed; None when it is so already, or where it does not take them."""
+    from skimp.recipe import load_recipe
+
+    adapter = recipe.adapter
+    if "adapter" in change and (adapter or recipe.model.init == "scratch" or recipe.train.layers is not None):
+        return None
     if "weights" in change:
-        adapter = update.get("adapter", recipe.adapter)
-        if adapter is None or recipe.model.weights is not None or conflict_of(adapter.name, change["weights"]):
+        name = adapter.name if adapter is not None else change.get("adapter")
+        if name is None or recipe.model.weights is not None or conflict_of(name, change["weights"]):
             return None
-        kept = Weights.model_validate(change["weights"])
-        update["model"] = recipe.model.model_copy(update={"weights": kept})
-    if "optimizer" in change:
-        if recipe.optimizer.name != change["optimizer"]:
-            update["optimizer"] = recipe.optimizer.renamed(change["optimizer"])
-        elif "precision" not in change:
-            return None
-    if "precision" in change:
-        full = recipe.adapter is not None and (recipe.adapter.embeddings or recipe.adapter.head)
-        if full and change.get("optimizer") == "adamw":
-            return None  # no form of it takes float32 additions and a bfloat16 matrix
-        if recipe.precision == change["precision"]:
-            if not update or "adapter" in change:
-                return None
-        else:
-            update["precision"] = change["precision"]
-    if "seq" in change:
-        seq = recipe.data.seq_len
-        if seq < 256 or seq % 2:
-            return None
-        update["data"] = recipe.data.model_copy(update={"seq_len": seq // 2})
-    return recipe.model_copy(update=update)
+    if "seq" in change and (recipe.data.seq_len < 256 or recipe.data.seq_len % 2):
+        return None
+    try:
+        found = load_recipe(recipe.as_dict(), overrides)
+    except SkimpError:
+        return None  # in the recipe's own words: other keys of it and this one contradict each other
+    return None if found == recipe else found
+
+
+def _typed(recipe: Any, overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """What there is to type: a rule or a precision that the recipe has already keeps its keys."""
+    there = {f"optimizer={recipe.optimizer.name}", f"precision={recipe.precision}"}
+    half = str(recipe.data.seq_len // 2)
+    return tuple(word.replace("HALF", half) for word in overrides if word not in there)
