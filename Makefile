@@ -153,7 +153,8 @@ bench-loggers: install  ## memory that each logger takes, in the training proces
 	$(BIN)/python benchmarks/loggers.py $(ARGS)
 
 RUN ?= runs/quickstart
-pictures: $(STAMP)  ## the pictures of the docs, from the folder of a run (RUN=runs/quickstart)
+pictures: $(STAMP)  ## the pictures of the docs: frontiers, and those from the folder of a run (RUN=runs/quickstart)
+	$(BIN)/python docs/frontiers.py
 	$(BIN)/python docs/pictures.py $(RUN)
 
 clean:  ## remove caches and the built site; .venv and runs/ stay

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from skimp.core.exact import ExactChoices
 from skimp.core.units import format_bytes
 from skimp.plan.mixed import MixedSearch, plain
 from skimp.plan.places import Places
-from skimp.plan.search import Candidate, Search
+from skimp.plan.search import Candidate
 
 
 @dataclass(frozen=True)
@@ -50,22 +51,39 @@ class Decision:
         return dict(vars(self))
 
 
-def frontier(search: Search, where: Places, more: int = 0) -> tuple[Point, ...]:
+def frontier(search: MixedSearch, where: Places, more: int = 0) -> tuple[Point, ...]:
     """The undominated points of the whole lattice, least memory first; on a card its allocator takes `more` bytes."""
     pinned = search.pinned_count()
     counts = range(search.blocks + 1) if pinned is None else (pinned,)
-    found: list[Candidate] = []
-    for row in search.lattice.everywhere():
+    words_pinned = isinstance(search.recipe.exact.keep, tuple)
+    found: list[Candidate] = search.candidates() if words_pinned else []
+    for row in () if words_pinned else search.lattice.everywhere():
         for policy in search.budgets:
             if policy != "reuse" or search.reusable(row):
                 # With nothing recomputed, what recomputed blocks keep makes no difference.
                 found += [search.point(row, policy, n) for n in counts if n or row == replace(row, keep="nothing")]
-    points = (Point(c.exact, _compared(where, c) + more, c.seconds) for c in found)
-    kept: list[Point] = []
-    for point in sorted(points, key=lambda p: (p.peak_bytes, p.seconds)):
-        if not kept or point.seconds < kept[-1].seconds:
-            kept.append(point)
-    return tuple(kept)
+    kept = _undominated(found, where)
+    if pinned is None and search.recipe.train.layers is None:
+        kept = _undominated([*kept, *_between(search, kept)], where)
+    return tuple(Point(c.exact, _compared(where, c) + more, c.seconds) for c in kept)
+
+
+def _undominated(found: Sequence[Candidate], where: Places) -> list[Candidate]:
+    """Those that nothing beats in both bytes and seconds, least memory first."""
+    kept: list[Candidate] = []
+    for candidate in sorted(found, key=lambda c: (_compared(where, c), c.seconds)):
+        if not kept or candidate.seconds < kept[-1].seconds:
+            kept.append(candidate)
+    return kept
+
+
+def _between(search: MixedSearch, kept: Sequence[Candidate]) -> Iterator[Candidate]:
+    """The fastest mixtures that take less than a point of the frontier, in its row and in that of the next smaller."""
+    for smaller, larger in pairwise(kept):
+        for row, policy in dict.fromkeys((plain(c.exact), c.exact.malloc) for c in (smaller, larger)):
+            found = search.mixture(row, policy, search.budgets[policy][0] - larger.peak + 1)
+            if found is not None:
+                yield found
 
 
 def explain(search: MixedSearch, exact: ExactChoices, where: Places) -> tuple[Decision, ...]:

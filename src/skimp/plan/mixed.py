@@ -72,7 +72,7 @@ class MixedSearch(Search):
         if not fitting:
             return []  # all blocks that keep nothing are the lattice's own, and leave the least
         best = min(fitting)
-        rows = {plain(c.exact) for c in found if c.exact.recompute and not c.exact.offload}
+        rows = dict.fromkeys(plain(c.exact) for c in found if c.exact.recompute and not c.exact.offload)
         points = [self.point(row, policy, 0) for row in rows for policy in self.budgets if self._may(row, policy)]
         mixed = []
         for point in sorted(points, key=lambda c: (c.seconds, c.peak)):
