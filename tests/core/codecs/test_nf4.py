@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from skimp.core.codecs import NF4, Int4, Int8, from_meta
 from skimp.core.codecs.dynamic8_map import codebook as dynamic8
+from skimp.core.codecs.nf4_bitsandbytes import from_bitsandbytes, to_bitsandbytes
 from skimp.core.codecs.nf4_chunks import CHUNK
 from skimp.core.codecs.nf4_map import ENTRIES, codebook, derived, midpoints
 from skimp.core.errors import SkimpError
@@ -178,3 +182,29 @@ def test_integers_are_half_a_step_off_at_most_and_their_rows_stand_alone(
     assert back[0, 0] == 0
     assert torch.equal(codec.rows(parts, shape, 0, 1, torch.float32), back[:1])
     assert torch.equal(codec.rows(parts, shape, shape[0] - 1, shape[0], torch.float32), back[-1:])
+
+
+@BOTH
+def test_state_dicts_of_bitsandbytes_are_written_and_read_bit_by_bit(double_quant: bool, tmp_path: Path) -> None:
+    x, codec, name = normal(48, 130) * 0.02, NF4(double_quant=double_quant), "block.up_proj.weight"
+    parts = codec.encode(x)
+    save_file(to_bitsandbytes(name, parts, codec, (48, 130), torch.float32), tmp_path / "w.safetensors")
+    saved = load_file(tmp_path / "w.safetensors")
+    again, found, shape = from_bitsandbytes(name, saved)
+    assert (again, shape) == (codec, (48, 130))
+    assert found.keys() == parts.keys()
+    for key, part in parts.items():
+        assert torch.equal(found[key], part)
+    functional = pytest.importorskip("bitsandbytes.functional")
+    rest = {key.removeprefix(f"{name}."): value for key, value in saved.items() if key != name}
+    state = functional.QuantState.from_dict(rest, torch.device("cpu"))
+    assert torch.equal(functional.dequantize_4bit(saved[name], state), codec.decode(parts, (48, 130), torch.float32))
+    packed, state = functional.quantize_4bit(x, compress_statistics=double_quant, quant_type="nf4")
+    theirs = {name: packed, **{f"{name}.{k}": v for k, v in state.as_dict(packed=True).items()}}
+    again, found, shape = from_bitsandbytes(name, theirs)
+    assert torch.equal(again.decode(found, shape, torch.float32), functional.dequantize_4bit(packed, state))
+    four, state = functional.quantize_4bit(x, quant_type="fp4")
+    with pytest.raises(SkimpError, match="4-bit type fp4"):
+        from_bitsandbytes(name, {name: four, **{f"{name}.{k}": v for k, v in state.as_dict(packed=True).items()}})
+    with pytest.raises(SkimpError, match="no quant_state"):
+        from_bitsandbytes("other.weight", theirs)
