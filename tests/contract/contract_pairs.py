@@ -112,7 +112,7 @@ SWITCHES: dict[str, Switch] = {
     "s2ft": Switch(lambda run: bool(run.adapter.slices), overrides=("adapter={name: s2ft, v: 0.5, o: 0.5, d: 0.9}",)),
 }
 
-CODECS = ("nf4", "int8", "int4")
+CODECS = ("nf4", "int8", "int4", "sketch")
 SWITCHES |= {name: Switch(_coded(name), overrides=(f"model.weights={name}", "adapter={r: 4}")) for name in CODECS}
 SWITCHES["sst"] = Switch(
     lambda run: "weight" not in run.adapter.module(next(iter(run.adapter.modules)))._parameters,
@@ -147,6 +147,13 @@ BESIDE |= {
     frozenset((name, other)): BESIDE[frozenset(("lora", other))]
     for name in CODECS
     for other in ("state-offload", "dynamic8", "block4", *FAMILY)
+}
+#: And of another adapter it is that one which is meant.
+BESIDE |= {
+    frozenset((name, other)): Technique(overrides=SWITCHES[other].overrides)
+    for name in CODECS
+    for other, known in methods().items()
+    if known.kind == "adapter"
 }
 
 #: What LoRA needs beside another method its kin need too; one of them in the fast tests will do.
@@ -201,7 +208,7 @@ def technique_of(pair: tuple[str, str]) -> Technique:
         exact |= part.exact
     overrides = [o for side in sides for o in side.overrides] + list(beside.overrides)
     documents = next((s.documents for s in sides if s.documents is not None), None)
-    return Technique(exact, tuple(dict.fromkeys(overrides)), documents)
+    return Technique(exact, tuple(reversed(dict.fromkeys(reversed(overrides)))), documents)  # the last word counts
 
 
 def plain_of(technique: Technique) -> Technique:

@@ -216,6 +216,7 @@ TECHNIQUES: dict[str, Technique] = {
     "pissa-packing": Technique({"micro_rows": 3}, ("adapter={name: pissa, r: 4}",), PACKED),
     "gradnormlorp": Technique(overrides=GRADNORMLORP),
     "gradnormlorp-recompute": Technique({"recompute": (0, 1, 2)}, GRADNORMLORP, base="gradnormlorp"),
+    "sketch-lora": Technique(overrides=("model.weights={name: sketch, groups: 2}", "adapter=lora")),
     "lora-full": Technique(overrides=("adapter={embeddings: true, head: true}",)),
     "s2ft": Technique(overrides=S2FT),
     "s2ft-permuted": Technique(overrides=("adapter={name: s2ft, v: 0.5, o: 0.25, u: 0.05, d: 0.1, permute: true}",)),

@@ -219,6 +219,7 @@ def test_a_merge_in_place_is_refused_with_both_ways_out() -> None:
         ({"weights": {"name": "nf4", "blocks": 64}}, "lora", r"model\.weights\.blocks[\s\S]*did you mean 'block'"),
         ({"weights": {"name": "nf4", "block": 48}}, "lora", r"power of two"),
         ({"weights": {"name": "int4", "group": 7}}, "lora", r"even number"),
+        ({"weights": {"name": "sketch", "bits": 3}}, "lora", r"three do not fill a byte"),
         ({"weights": {"name": "nf4", "double_quant": 3}}, "lora", r"true or false"),
         ({"weights": "dynamic8"}, "lora", r"a codec of frozen weights"),
     ],

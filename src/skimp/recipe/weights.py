@@ -20,7 +20,7 @@ class Weights(Section):
 
     model_config = ConfigDict(**{**Section.model_config, "extra": "allow"})
 
-    name: Words = Field(description="A codec of frozen weights: nf4, int8 or int4.")
+    name: Words = Field(description="A codec of frozen weights: nf4, int8, int4 or sketch.")
 
     @model_validator(mode="before")
     @classmethod
@@ -88,6 +88,8 @@ def _made(filled: dict[str, Any]) -> list[Problem]:
     key = "block" if "block" in filled else "group"
     if key == "block" and block & (block - 1):
         return [Problem("model.weights.block", "a power of two from 32 to 4096", f"{block}", "", ("block: 64",))]
+    if filled.get("bits", 4) == 3:
+        return [Problem("model.weights.bits", "4 or 2", "3", "three do not fill a byte", ("bits: 4", "bits: 2"))]
     if key == "group" and block % 2:
         return [Problem("model.weights.group", "an even number", f"{block}", "", ("group: 64",))]
     return []

@@ -22,6 +22,11 @@ _A_SLICE = Conflict(
     "its trained numbers are rows and columns of the weight itself, which in a codec has codes and no numbers to move",
     "adapter=lora on the coded base, or s2ft on a dense one",
 )
+_A_FACTOR = Conflict(
+    "it trains factors of the weight itself, whose entries near 1 / sqrt(outputs) move by less than a step between two "
+    "levels",
+    "sst on dense weights, or adapter=lora on the coded base",
+)
 _BESIDE = {"s2ft": _A_SLICE, "adamw-bf16": _FLOAT32_BESIDE, "lisa": _FROZEN, "owlore": _FROZEN, "badam": _FROZEN}
 
 FACTS: list[Facts] = [
@@ -103,6 +108,24 @@ FACTS: list[Facts] = [
         )
         for bits, group in ((8, 128), (4, 64))
     ),
+    Facts(
+        name="sketch",
+        kind="codec",
+        summary="Store frozen weights as 4-bit or 2-bit codes into a learned codebook for every row.",
+        where="skimp.core.codecs.sketch:Sketch",
+        attacks=("weights",),
+        exact=False,
+        saves="4 + 256 groups / inputs bits per weight instead of 32 (2 + 64 groups / inputs with 2 bits)",
+        paper=Paper("Sketch to Adapt: Fine-Tunable Sketches for Efficient LLM Adaptation", 2025, "2410.06364"),
+        stages=("fine-tuning",),
+        needs=("an adapter: packed weights do not train",),
+        recipe="model: {name: …, weights: sketch}",
+        conflicts={**_BESIDE, "sst": _A_FACTOR, "nf4": _ONE_CODEC, "int8": _ONE_CODEC, "int4": _ONE_CODEC},
+        options={
+            "bits": Option(4, "4 or 2: sixteen or four values in a codebook.", least=2, most=4),
+            "groups": Option(1, "Codebooks in a row.", least=1, most=64),
+        },
+    ),
 ]
 
 _HOMES = {
@@ -114,6 +137,7 @@ _HOMES = {
     "Dynamic8": "dynamic8",
     "Block4": "block4",
     "NF4": "nf4",
+    "Sketch": "sketch",
     "Int4": "integers",
     "Int8": "integers",
 }
@@ -128,6 +152,7 @@ __all__ = [
     "Float32",
     "Int4",
     "Int8",
+    "Sketch",
     "from_meta",
     "stochastic_round",
 ]
@@ -140,6 +165,7 @@ if TYPE_CHECKING:
     from skimp.core.codecs.float32 import Float32
     from skimp.core.codecs.integers import Int4, Int8
     from skimp.core.codecs.nf4 import NF4
+    from skimp.core.codecs.sketch import Sketch
 
 
 def __getattr__(name: str) -> Any:
