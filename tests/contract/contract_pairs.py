@@ -21,6 +21,7 @@ from contract_rows import (
     FAMILY,
     PACKED,
     RULES,
+    S2,
     Technique,
     batch_of,
     make_run,
@@ -118,6 +119,7 @@ SWITCHES["sst"] = Switch(
     lambda run: "weight" not in run.adapter.module(next(iter(run.adapter.modules)))._parameters,
     overrides=("adapter={name: sst, r: 8, every: 20, warmup: 2}",),
 )
+SWITCHES["s2-attention"] = Switch(lambda run: run.sparse.runs > 0, overrides=S2)
 #: Low-rank additions made of the same layer: each is switched on by its name.
 KIN = ("rslora", "lora-plus", "dora", "olora", "pissa", "gradnormlorp")
 SWITCHES |= {name: Switch(_adapter(name), overrides=(f"adapter={{name: {name}, r: 4}}",)) for name in KIN}

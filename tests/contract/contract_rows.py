@@ -91,6 +91,7 @@ class Technique:
         documents: boundaries of every row, None for one document.
         base: the technique whose mathematics it shares, None when it changes them.
         reordered: sums are formed in another order than in `base`, so equal to rounding and not to the bit.
+        without: styles that it refuses, with its reason.
         mapped: holds bytes that no allocator gave out (a mapped file), so the allocator's own count is less.
     """
 
@@ -100,6 +101,7 @@ class Technique:
     base: str | None = None
     reordered: bool = False
     mapped: bool = False
+    without: tuple[str, ...] = ()
 
 
 def scratch() -> str:
@@ -338,6 +340,20 @@ for _rule, _override in FAMILY.items():
     TECHNIQUES[f"bf16-{_rule}"] = Technique(overrides=("precision=bf16", _override))
 
 
+#: A window of one block and every second block before it, so that a row of 24 tokens leaves blocks out. Models with
+#: windows or caps of their own are refused.
+S2 = ("attention={name: s2-attention, block: 16, local: 1, stride: 2}",)
+WINDOWED = ("mistral", "gemma2")
+TECHNIQUES["s2"] = Technique(overrides=S2, without=WINDOWED)
+TECHNIQUES["s2-recompute"] = Technique({"recompute": (0, 2)}, S2, base="s2", without=WINDOWED)
+TECHNIQUES["s2-packing"] = Technique({"micro_rows": 3}, S2, PACKED, without=WINDOWED)
+TECHNIQUES["s2-lora-bf16-mixed"] = Technique(overrides=(*S2, "adapter=lora", "precision=bf16-mixed"), without=WINDOWED)
+TECHNIQUES["s2-some-dense"] = Technique(
+    overrides=("attention={block: 16, local: 1, stride: 3, offset: 1, dense_every: 2, coverage: partial}",),
+    without=WINDOWED,
+)
+
+
 def keeps_attention(technique: str) -> bool:
     """Whether recomputed blocks keep what attention gave, which needs it to be one operator."""
     kept = TECHNIQUES[technique].exact.get("keep", "nothing")
@@ -345,7 +361,12 @@ def keeps_attention(technique: str) -> bool:
 
 
 #: (technique, style) of everything that runs; the others are refused, by test.
-CELLS = [(t, s) for t in TECHNIQUES for s in STYLES if not (s in IN_PIECES and keeps_attention(t))]
+CELLS = [
+    (t, s)
+    for t in TECHNIQUES
+    for s in STYLES
+    if s not in TECHNIQUES[t].without and not (s in IN_PIECES and keeps_attention(t))
+]
 
 
 def recipe_of(technique: Technique, rows: int = ROWS, seq: int = SEQ, **train: Any) -> Any:

@@ -12,6 +12,7 @@ from contract_rows import BLOCKS, CELLS, IN_PIECES, TECHNIQUES, Technique, batch
 
 import skimp.activations.recompute
 from skimp.adapters.sst import SST
+from skimp.core.attention import OWN
 from skimp.core.away import Away
 from skimp.core.errors import ConflictError, EffectError
 from skimp.core.gradients import AfterBackward, InBackward
@@ -70,6 +71,20 @@ def test_mutation_update_rule_that_moves_nothing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(UpdateRule, "step_parameter", lambda self, p, grad=None: None)
     with pytest.raises(EffectError, match=r"optimizer|updates parameters"):
         first_step(technique)
+
+
+def test_mutation_an_attention_module_that_attends_to_everything() -> None:
+    def plain(run: Run) -> None:
+        delattr(run.model.get_submodule(f"{run.structure.blocks[1]}.self_attn"), OWN)
+
+    with pytest.raises(EffectError, match="no block was left out"):
+        first_step("s2", disable=plain)
+
+
+def test_models_with_windows_or_caps_of_their_own_keep_their_attention() -> None:
+    for style, what in (("mistral", "a window of 7 tokens"), ("gemma2", "a window of 7|a cap of 20")):
+        with pytest.raises(ConflictError, match=what):
+            first_step("s2", style)
 
 
 def test_mutation_an_adapted_layer_that_runs_plain() -> None:

@@ -23,6 +23,7 @@ FAST = [
     ("packing-accumulation", "qwen2"),
     ("in-backward-recompute", "llama"),
     ("bf16-8-bit", "llama-tied"),
+    ("s2-recompute", "llama-tied"),
     ("plain", "gemma2"),
     ("lora-dropout-recompute", "llama-tied"),
     ("lora-bf16", "gpt2"),

@@ -29,6 +29,11 @@ from skimp.core.windowed import windowed_attention
 
 __all__ = ["DocumentAttention", "attend", "declared", "register", "target", "target_device"]
 NAME = "skimp"
+#: On an attention module: what attends in this call's place, called as (query, key, value, documents, scale, causal,
+#: window, softcap) and giving the output laid out as the query.
+OWN = "_skimp_attend"
+#: On keys that a cache returns: the position of each, (key heads, keys) int64, -1 where there is none.
+POSITIONS = "_skimp_positions"
 Documents = tuple[tuple[int, ...], ...]
 _documents: ContextVar[Documents | None] = ContextVar("skimp_documents", default=None)
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -88,7 +93,10 @@ def attend(
         )
     if torch.is_autocast_enabled(query.device.type):
         # Rotary angles are float32, so queries and keys come wider than values, as in torch's own.
+        positions = getattr(key, POSITIONS, None)
         query, key, value = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (query, key, value))
+        if positions is not None:
+            setattr(key, POSITIONS, positions)
     documents = _documents.get()
     if documents is not None and query.shape[2] != documents[0][-1]:
         documents = None  # generation over a cache: one token against the past
@@ -111,6 +119,9 @@ def _attend(
 ) -> Tensor:
     """Causal attention inside each document, by the kernel that the device has for it; (rows, seq, heads, dim)."""
     causal = bool(getattr(module, "is_causal", True)) and query.shape[2] > 1
+    own = getattr(module, OWN, None)
+    if own is not None:
+        return own(query, key, value, documents, scaling, causal, sliding_window, softcap).transpose(1, 2)
     window = sliding_window if sliding_window is not None and sliding_window < key.shape[2] else None
     capability = _capability(query)
     if capability is not None and key.shape[2] == query.shape[2]:

@@ -27,12 +27,15 @@ Kind = Literal[
     "cache",
     "layout",
     "kernel",
+    "attention",
     "placement",
 ]
-Attacks = Literal["weights", "gradients", "optimizer", "activations", "logits", "workspace", "data", "uncertainty"]
+Attacks = Literal[
+    "weights", "gradients", "optimizer", "activations", "logits", "workspace", "cache", "data", "uncertainty"
+]  # fmt: skip
 
 #: Kinds that have a key of the recipe to themselves, whose value is the method's name.
-_SECTIONS: dict[str, str] = {"update rule": "optimizer", "adapter": "adapter"}
+_SECTIONS: dict[str, str] = {"update rule": "optimizer", "adapter": "adapter", "attention": "attention"}
 
 #: Why two values of one such key are alternatives and no pair: never a refusal of anything a recipe can say.
 _ALTERNATIVES: dict[str, tuple[str, str]] = {

@@ -1,11 +1,11 @@
 """Which key blocks a query block of each head sees: a local window, and every v-th block before it, heads taking turns.
 
-    allowed(g, i, j) = j <= i and (i - j < local or (j + g step + offset) mod stride == 0),  step = max(1, stride // heads)
+    allowed(g, i, j) = j <= i and (i - j < local or (j + g step + offset) mod stride == 0)
 
-for key head g, query block i and key block j, counted from the start of the sequence; inside the diagonal block the
-ordinary causal mask. Every query head of a group has its key head's pattern, so that what a key head no longer needs is
-needed by nobody. Blocks are counted from the start and not from the query, so a block that leaves the window and is
-not on the head's stride is never needed again: a cache can let it go.
+step = max(1, stride // heads), for key head g, query block i and key block j, counted from the start of the sequence;
+inside the diagonal block the ordinary causal mask. Every query head of a group has its key head's pattern, so that what
+a key head no longer needs is needed by nobody. Blocks are counted from the start and not from the query, so a block
+that leaves the window and is not on the head's stride is never needed again: a cache can let it go.
 
 Coverage: a block outside all windows is seen by some head only where its residue mod stride is some head's. With fewer
 key heads than `stride` some residues are nobody's, and their context reaches no later token in one layer.
@@ -111,14 +111,6 @@ class BlockPattern:
                 "each key head strides over one residue, so there must be at least as many as the stride",
                 [f"stride: {self.heads}", "coverage: partial, beside dense layers or dense heads"],
             )
-
-    def held(self, head: int, tokens: int) -> list[int]:
-        """Blocks that a cache of `tokens` tokens still needs for the next one, in rising order."""
-        return self.row(head, tokens // self.block) if tokens % self.block else self.needed_after(head, tokens)
-
-    def needed_after(self, head: int, tokens: int) -> list[int]:
-        """The same where the next token begins a block: that block itself holds nothing yet."""
-        return [j for j in self.row(head, tokens // self.block) if j < tokens // self.block]
 
     def visited(self, blocks: int) -> int:
         """Key blocks visited by all query blocks of all key heads: what time is proportional to."""

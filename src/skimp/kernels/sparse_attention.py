@@ -18,12 +18,17 @@ from skimp.kernels.block_pattern import BlockPattern
 from skimp.kernels.native import sparse
 from skimp.kernels.widened import narrowed, wide
 
-_Numbers = tuple[int, int, int, int, int]
-
 
 def _pattern(heads: int, numbers: list[int]) -> BlockPattern:
     block, local, stride, offset, dense = numbers
     return BlockPattern(heads, block, local, stride or None, offset, dense)
+
+
+def visited(heads: int, seq: int, numbers: list[int]) -> float:
+    """Keys that a query of `seq` visits on average, in whole blocks."""
+    pattern = _pattern(heads, numbers)
+    blocks = -(-seq // pattern.block)
+    return pattern.visited(blocks) * pattern.block / (heads * blocks)
 
 
 def _like(x: Tensor, heads: int) -> Tensor:

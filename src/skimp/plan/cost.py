@@ -20,6 +20,7 @@ from torch import Tensor
 
 from skimp.core.memory.tracker import current
 from skimp.core.repeat import times
+from skimp.kernels.sparse_attention import visited
 
 #: Parts of the names of operators that compute on the way.
 DENSE = (
@@ -151,6 +152,9 @@ def _flops(name: str, args: Any) -> int:
         return 2 * args[0].numel() * args[1].shape[2]
     if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
         return 5 * args[1].numel() * args[2].shape[2]
+    if name in ("skimp::sparse_attention", "skimp::sparse_attention_backward"):
+        query, key = args[0], args[1] if len(args) == 5 else args[2]
+        return int((4 if len(args) == 5 else 10) * visited(key.shape[1], query.shape[2], args[-1]) * query.numel())
     place = _LONGEST.get(name)
     if place is not None:
         backward = "backward" in name

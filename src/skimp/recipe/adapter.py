@@ -97,7 +97,7 @@ class Adapter(Section):
         method = facts_of(value.get("name", "lora"))
         if method is None:
             return value  # said elsewhere
-        value = _read(value, method, {f.alias or k: f.default for k, f in cls.model_fields.items() if k != "name"})
+        value = read_keys(value, method, {f.alias or k: f.default for k, f in cls.model_fields.items() if k != "name"})
         if value.get("from") is not None:
             return value
         defaults = {k: d for k, d in DEFAULTS.items() if k in method.shared}
@@ -143,7 +143,7 @@ def facts_of(name: Any) -> Facts | None:
         return None
 
 
-def _read(value: dict[Any, Any], method: Facts, shared: dict[str, Any]) -> dict[str, Any]:
+def read_keys(value: dict[Any, Any], method: Facts, shared: dict[str, Any], section: str = "adapter") -> dict[str, Any]:
     """The written keys, the method's own among them read or filled with their defaults.
 
     `shared`: the keys of all adapters, each with what it is where nothing is meant; that much may always be written."""
@@ -158,7 +158,7 @@ def _read(value: dict[Any, Any], method: Facts, shared: dict[str, Any]) -> dict[
         if key not in takes:
             near = did_you_mean(str(key), takes) if takes else "leave it out"
             why = f"{method.name} takes {', '.join(takes) or 'no keys'}"
-            found.append(Problem(f"adapter.{key}", "no such key", repr(written), why, (near,)))
+            found.append(Problem(f"{section}.{key}", "no such key", repr(written), why, (near,)))
         elif key not in method.options:
             read[key] = written
         else:
@@ -166,9 +166,9 @@ def _read(value: dict[Any, Any], method: Facts, shared: dict[str, Any]) -> dict[
                 read[key] = method.options[key].read(written)
             except ValueError:
                 option = method.options[key]
-                found.append(Problem(f"adapter.{key}", option.takes, repr(written), "", (option.about,)))
+                found.append(Problem(f"{section}.{key}", option.takes, repr(written), "", (option.about,)))
     if found:
-        raise PydanticCustomError("skimp_problems", "keys of the adapter", {"problems": found})
+        raise PydanticCustomError("skimp_problems", f"keys of the {section}", {"problems": found})
     continued = read.get("from") is not None
     own = {k: o.default for k, o in method.options.items() if k not in read and not (continued and k in shared)}
     return {**read, **own}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from skimp.core.errors import SkimpError, did_you_mean
-from skimp.core.registry import facts
+from skimp.core.registry import facts, methods
+from skimp.recipe.attention import known as known_attention
 from skimp.recipe.devices import resolve_gpu
 from skimp.recipe.layers import DEFAULTS as LAYERS
 from skimp.recipe.problem import Problem
@@ -32,6 +33,7 @@ def contradictions(recipe: Recipe) -> list[Problem]:
         *_weights(recipe),
         *_layers(recipe),
         *_restart(recipe),
+        *_attention(recipe),
     ]
 
 
@@ -323,4 +325,25 @@ def _restart(recipe: Recipe) -> Iterator[Problem]:
             f"{asked.every}",
             "the run would end before the first restart",
             (f"train.restart.every={max(1, steps // 4)}", "train.restart=null"),
+        )
+
+
+def _attention(recipe: Recipe) -> Iterator[Problem]:
+    asked = recipe.attention
+    if asked is None:
+        return
+    if known_attention(asked.name) is None:
+        names = [name for name, facts in methods().items() if facts.kind == "attention"]
+        near = did_you_mean(asked.name, names)
+        yield Problem("attention.name", "an attention of `skimp methods`", f"'{asked.name}'", "", (near,))
+        return
+    options = asked.options()
+    reach = options["local"] * options["block"]
+    if recipe.data.seq_len <= reach:
+        yield Problem(
+            "attention.local",
+            f"fewer blocks than data.seq_len ({recipe.data.seq_len}) holds",
+            f"{options['local']} of {options['block']} tokens",
+            "the window is the whole row: every block is visited and nothing is saved",
+            (f"attention.local={max(1, recipe.data.seq_len // options['block'] // 4)}", "attention=null"),
         )

@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from skimp.recipe.activations import Activations
 from skimp.recipe.adapter import Adapter
+from skimp.recipe.attention import Attention
 from skimp.recipe.check import contradictions
 from skimp.recipe.data import Data
 from skimp.recipe.derive import fill
@@ -49,6 +50,10 @@ class Recipe(Section):
     )
     activations: Activations = Field(
         default_factory=Activations, description="Approximations in what is kept for backward; none by default."
+    )
+    attention: Attention | None = Field(
+        default=None,
+        description="Another attention than the model's own, such as s2-attention; null keeps its own.",
     )
     eval: Eval | None = Field(default_factory=Eval, description="Held-out loss; null switches it off.")
     sample: Sample | None = Field(default=None, description="One text generated before training and one after.")

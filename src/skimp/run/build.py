@@ -34,10 +34,12 @@ from skimp.core.registry import check_together, load
 from skimp.core.structure import TESTED_FAMILIES, Structure, read_structure, trainable
 from skimp.kernels.apply import Fused
 from skimp.kernels.native import library
+from skimp.kernels.sparse_apply import SparseAttention
 from skimp.optim.compact import Compact
 from skimp.optim.groups import decay_groups, role_groups
 from skimp.optim.role import roles
 from skimp.run.adapt import adapt, groups_by_rate
+from skimp.run.attend import attended, pattern_of
 from skimp.run.build_checks import asks_compact, check_blocks, check_exact, check_kept, check_path, check_positions
 from skimp.run.coded_base import weight_codec
 from skimp.run.head import Head
@@ -69,6 +71,7 @@ class Run:
         mlps: the chunked MLPs, None without.
         recompute: the wrapped blocks, None without.
         fused: the layers that run fused, None without.
+        sparse: the attention modules that attend over a pattern, None without.
         adapter: the additions that train in the model's place, None without.
         offload: the blocks whose kept tensors wait elsewhere, None without.
         simulated: its tensors have shapes and no values.
@@ -93,6 +96,7 @@ class Run:
     offload: Offload | None = None
     simulated: bool = False
     layers: LayerSampler | None = None
+    sparse: SparseAttention | None = None
     compact: Compact | None = None
     derivatives: Derivatives | None = None
     events: Events = field(default_factory=Events)
@@ -205,12 +209,9 @@ class Run:
             self.recompute.remove()
         if self.compact is not None:
             self.compact.remove()
-        if self.mlps is not None:
-            self.mlps.remove()
-        if self.derivatives is not None:
-            self.derivatives.remove()
-        if self.fused is not None:
-            self.fused.remove()
+        for part in (self.mlps, self.derivatives, self.fused, self.sparse):
+            if part is not None:
+                part.remove()
 
 
 def build(
@@ -246,6 +247,7 @@ def build(
     codec = weight_codec(recipe)
     if codec is not None:
         encode_model(model, structure, codec)
+    pattern_of(recipe, structure)
     if simulate is not None:
         simulate_tensors(model, dtype, simulate)
     else:
@@ -262,6 +264,7 @@ def build(
 
 def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Structure, simulated: bool) -> Run:
     adapter = adapt(model, structure, recipe)
+    sparse = attended(model, structure, recipe)
     structure = structure if adapter is None else adapter.structure  # whose blocks it has made its own
     fused = None
     if uses_fused(recipe):
@@ -282,11 +285,7 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
     named = list(trainable(model))
     away_states = states_away(exact, recipe, simulated)
     optimizer = make_optimizer(recipe, named, model, structure, away_states, adapter)
-    weights = (
-        {f"{structure.head}.weight", f"{structure.embedding}.weight"}
-        if structure.tied
-        else {f"{structure.head}.weight"}
-    )
+    weights = {f"{name}.weight" for name in (structure.head, *([structure.embedding] if structure.tied else []))}
     sinks = [name for name, _ in named if name in weights]
     layers = layer_sampler(recipe, exact, model, structure, named, optimizer, simulated)
     delivery = _delivery(recipe, exact, named, layers or optimizer, sinks)
@@ -309,6 +308,7 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
     again = restarts(recipe, model, optimizer, simulated, notes.append)
     events = Events(*again, *([] if adapter is None else adapter.events(optimizer)))
     beside: dict[str, Any] = {"layers": layers, "mlps": mlps, "compact": compact, "derivatives": derivatives}
+    beside["sparse"] = sparse
     return Run(*built, offload=away, simulated=simulated, events=events, notes=notes, **beside)
 
 
@@ -363,6 +363,7 @@ def techniques(recipe: Any, exact: ExactChoices) -> list[str]:
     names += ["packing"] if recipe.data.packing else []
     names += [recipe.train.layers.name] if recipe.train.layers is not None else []
     names += ["derivative"] if recipe.activations.derivative is not None else []
+    names += [recipe.attention.name] if recipe.attention is not None else []
     names += ["recompute"] if exact.recompute else []
     names += ["selective-recompute"] if {*exact.kept().values()} - {"nothing"} else []
     names += ["chunked-mlp"] if exact.mlp_chunk is not None else []

@@ -34,6 +34,7 @@ class Effect:
         parameters = run.delivery.parameters
         self._before = {name: _sample(p) for name, p in parameters.items()}
         self._forwards = run.stepper.forwards
+        self._attended = 0 if run.sparse is None else run.sparse.runs
         self._outlived: list[str] = []
         # After the delivery's own hooks: what still has a gradient then is held until backward has ended.
         self._hooks = [
@@ -70,6 +71,8 @@ class Effect:
             run.derivatives.assert_effect()
         if run.fused is not None and run.recipe.exact.kernels == "fused":
             run.fused.assert_effect()
+        if run.sparse is not None:
+            run.sparse.assert_effect(run.sparse.runs - self._attended, forwards, run.recipe.data.seq_len)
         if run.exact.in_backward and self._outlived:
             raise EffectError(
                 "stepping in backward",

@@ -14,6 +14,7 @@ from skimp.core.errors import ModelError
 from skimp.run.kv_cache import GrowingCache
 from skimp.run.opened import Opened
 from skimp.run.sampling import Sampling
+from skimp.run.sparse_cache import SparseCache
 
 #: Tokens of a prompt that go through the model at once: what is alive meanwhile does not grow with the prompt.
 PIECE = 512
@@ -33,7 +34,10 @@ class Decoder:
         # A side network's blocks are numbered behind the model's own, and keep their share in the same cache.
         numbered = (getattr(module, "layer_idx", None) for module in opened.model.modules())
         layers = max([len(opened.structure.blocks) - 1, *(n for n in numbered if isinstance(n, int))]) + 1
-        self._cache = GrowingCache(layers, min(room, opened.structure.positions))
+        room = min(room, opened.structure.positions)
+        self._cache: GrowingCache | SparseCache = (
+            GrowingCache(layers, room) if opened.sparse is None else SparseCache(opened.sparse, layers, room)
+        )
         self._base: nn.Module = opened.model.get_submodule(opened.structure.base)
         # transformers 5 renamed `past_key_values`; the old name still works there, with a warning a call.
         known = inspect.signature(self._base.forward).parameters
@@ -69,7 +73,7 @@ class Decoder:
         same = 0
         while same < min(len(ids) - 1, len(self.ids)) and ids[same] == self.ids[same]:
             same += 1
-        self._cache.keep(same)
+        same = self._cache.keep(same)
         del self.ids[same:]
         return self.feed(ids[same:])
 

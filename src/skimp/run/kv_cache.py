@@ -67,7 +67,8 @@ class GrowingCache(Cache):
         """Positions in it."""
         return int(self._growing[0].get_seq_length())
 
-    def keep(self, positions: int) -> None:
-        """Forget what comes after the first `positions`: another text goes on from there."""
+    def keep(self, positions: int) -> int:
+        """Forget what comes after the first `positions`: another text goes on from there. Returns where it now ends."""
         for layer in self._growing:
             layer.keep(positions)
+        return min(positions, self.held)

@@ -11,6 +11,8 @@ from torch import nn
 from skimp.core.errors import ModelError, did_you_mean
 from skimp.core.structure import TESTED_FAMILIES, Structure, read_structure
 from skimp.kernels.apply import Fused
+from skimp.kernels.sparse_apply import SparseAttention
+from skimp.run.attend import attended
 from skimp.run.build import DTYPES
 from skimp.run.build_checks import check_path
 from skimp.run.found import Found
@@ -24,13 +26,18 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass
 class Opened:
-    """A model with its weights in memory, in evaluation mode; no parameter asks for a gradient."""
+    """A model with its weights in memory, in evaluation mode; no parameter asks for a gradient.
+
+    Attributes:
+        sparse: its attention modules that attend over a pattern, as in the run that trained it; None without.
+    """
 
     found: Found
     model: nn.Module
     structure: Structure
     head: Head
     dtype: torch.dtype
+    sparse: SparseAttention | None = None
 
 
 def settle_dtype(found: Found, precision: str | None) -> torch.dtype:
@@ -81,5 +88,6 @@ def dress(found: Found, model: nn.Module, structure: Structure, dtype: torch.dty
     mixed = precision is None and found.recipe is not None and found.recipe.precision == "bf16-mixed"
     if found.recipe is None or found.recipe.exact.kernels != "plain":
         Fused(model)
+    sparse = attended(model, structure, found.recipe)
     model.eval()
-    return Opened(found, model, structure, Head(model, structure, autocast=mixed), dtype)
+    return Opened(found, model, structure, Head(model, structure, autocast=mixed), dtype, sparse)
