@@ -19,7 +19,7 @@ SHORT := train.steps=3 data.seq_len=128 train.batch_tokens=512 eval.tokens=1024
 
 .DEFAULT_GOAL := help
 .PHONY: help install native train quickstart-short test test-all test-triton lint format types docs docs-serve \
-        bench-hf bench-attach bench-lora bench-nf4 bench-s2ft bench-galore bench-oracle bench-plan \
+        bench-hf bench-attach bench-lora bench-side bench-nf4 bench-s2ft bench-galore bench-oracle bench-plan \
         bench-memtracker bench-ladder \
         bench-accuracy bench-optim bench-offload bench-step-time bench-gpu bench-kills bench-faults bench-loggers \
         pictures clean
@@ -109,6 +109,9 @@ bench-galore: $(BENCH) native  ## low-rank gradients against galore-torch, on re
 
 bench-lora: $(BENCH) native  ## LoRA in skimp against PEFT and Trainer, side by side
 	$(BIN)/python benchmarks/lora.py $(ARGS)
+
+bench-side: $(BENCH) native  ## memory of side networks, S2A and coded derivatives beside LoRA on a 4-bit base
+	$(BIN)/python benchmarks/side.py $(ARGS)
 
 bench-nf4: $(BENCH) native  ## products with 4-bit weights against bitsandbytes and dense ones, on this CPU
 	$(BIN)/python benchmarks/nf4.py $(ARGS)

@@ -182,6 +182,7 @@ def _is_norm(module: Any) -> bool:
 def _kept_anyway(model: nn.Module, structure: Structure, name: str, module: nn.Module) -> bool:
     """Whether the gain trains, or a layer beside the norm trains a matrix and so keeps what the norm made."""
     index = structure.block_of(name)
-    readers = structure.head if index is None else structure.blocks[index]
-    matrices = (p for p in model.get_submodule(readers).parameters() if p.dim() > 1)
+    readers = model.get_submodule(structure.head if index is None else structure.blocks[index])
+    layers = (m for m in readers.modules() if hasattr(m, "weight"))
+    matrices = (p for layer in layers for p in layer._parameters.values() if p is not None and p.dim() > 1)
     return bool(getattr(module, "weight").requires_grad) or any(p.requires_grad for p in matrices)  # noqa: B009
