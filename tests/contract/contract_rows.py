@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from sys import intern
 from typing import Any
 
 import torch
@@ -447,7 +448,6 @@ class Measured:
     above: int
     left: int
     operators: list[str]
-    tracker: Tracker
 
 
 def watched(run: Run, batch: Batch, steps: int = 2) -> Measured:
@@ -462,7 +462,7 @@ def watched(run: Run, batch: Batch, steps: int = 2) -> Measured:
         for _ in range(steps):
             with run.due():
                 run.stepper.step(parts)
-    return Measured(rest, tracker.peak.total - rest, tracker.live - rest, tracker.operators or [], tracker)
+    return Measured(rest, tracker.peak.total - rest, tracker.live - rest, [*map(intern, tracker.operators or [])])
 
 
 def simulated(technique: str, style: str | dict[str, Any], batch: Batch, **shape: Any) -> Measured:
