@@ -12,11 +12,12 @@ from session_cases import merged
 from skimp.core.errors import EffectError
 from skimp.core.exact import ExactChoices
 from skimp.core.gradients import AfterBackward
+from skimp.core.registry import load
 from skimp.data.synthetic import synthetic_batch
 from skimp.recipe import load_recipe
 from skimp.run import build as builder
 from skimp.run.build import Run, build
-from skimp.run.effect import Effect
+from skimp.run.effect import Effect, _sample
 from skimp.run.weights import init_scratch
 
 CONFIG = {
@@ -144,3 +145,25 @@ def test_bf16_updates_that_are_rounded_away_are_named(recipe: dict[str, Any], mo
     run.step(synthetic_batch(32, 4, 320, seed=0))
     with pytest.raises(EffectError, match=r"none of \d+ bfloat16 parameters moved"):
         effect.check(run, lr)
+
+
+def test_rules_that_move_a_few_rows_or_numbers_are_not_taken_for_idle() -> None:
+    """Rank 1 of 32 rows, and 1 of 50 numbers: 64 numbers of a weight may all be among those that stay."""
+    p = torch.nn.Parameter(torch.ones(32, 64))
+    hidden = {"role": "up", "columns": False, "head_dim": 0}
+    groups = [
+        {"params": [("w", p)], **hidden},
+        {"params": [("b", torch.nn.Parameter(torch.ones(64)))], "role": "vector"},
+    ]
+    for name, options, whole in (
+        ("grass", {"rank": 1}, False), ("frugal", {"rank": 1}, True), ("galore", {"rank": 1}, True),
+        ("spam", {"density": 0.02}, False), ("spam", {}, True),
+    ):  # fmt: skip
+        rule = load(name, "update rule")([dict(group) for group in groups], lr=1e-3, **options)
+        assert [rule.moves_all(q) for q in rule.parameters()] == [whole, True], name
+
+
+def test_a_sample_has_numbers_of_many_columns() -> None:
+    numbers = torch.arange(96.0 * 96).view(96, 96)
+    assert len(set((_sample(numbers) % 96).tolist())) > 40
+    assert len(_sample(torch.ones(3))) == 3

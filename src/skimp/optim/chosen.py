@@ -119,6 +119,11 @@ class Chosen(UpdateRule):
     def locality_of(self, p: Tensor) -> str:
         return "element" if self.rank_of(p) is None else "matrix"
 
+    def moves_all(self, p: Tensor) -> bool:
+        """Whether an update moves every number of `p` that has a gradient, and not a chosen few."""
+        few = getattr(self.stages.projector, "few", False) and self.stages.post is None
+        return not few or self.rank_of(p) is None
+
     def rule_for(self, p: Tensor) -> str:
         rank, asked = self.rank_of(p), self.asked_rank(p)
         if rank is not None:

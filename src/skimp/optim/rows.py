@@ -35,6 +35,7 @@ class Rows:
     replace: bool = False
     decay_rest: bool = True
     saves: ClassVar[bool] = True
+    few: ClassVar[bool] = True  # without a post only the chosen rows move
     numbers: ClassVar[tuple[str, ...]] = ()
 
     def spec(self, a: int, b: int, rank: int, dtype: torch.dtype) -> Spec:

@@ -92,6 +92,10 @@ class SPAM(UpdateRule):
         """Whether moments of some numbers of `p` only are kept."""
         return self.density < 1 and is_hidden(p, self.group_of(p)) and int(self.density * count(largest_part(p))) > 0
 
+    def moves_all(self, p: Tensor) -> bool:
+        """Whether an update moves every number of `p` that has a gradient, and not a chosen few."""
+        return not self.sparse(p)
+
     def block_of(self, p: Tensor) -> int:
         # Which numbers are kept depends on the whole part: never read another part's as one's own.
         return p.numel() + 1 if self.sparse(p) else 1
