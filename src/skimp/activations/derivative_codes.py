@@ -41,13 +41,14 @@ def code_bytes(count: int) -> int:
 def pack(index: Tensor) -> Tensor:
     """(…, n) codes below 16 -> (…, 32 ceil(n / 64)) bytes; what is filled in has code 0."""
     index = torch.nn.functional.pad(index.to(torch.uint8), (0, -index.shape[-1] % BLOCK))
-    halves = index.unflatten(-1, (-1, 2, BLOCK // 2))
-    return (halves[..., 0, :] + 16 * halves[..., 1, :]).flatten(-2)
+    halves = index.reshape(*index.shape[:-1], -1, 2, BLOCK // 2)
+    codes: Tensor = halves[..., 0, :] + 16 * halves[..., 1, :]
+    return codes.flatten(-2)
 
 
 def unpack(codes: Tensor, count: int) -> Tensor:
     """The way back, (…, n) codes, int64: indexing would widen them out of sight."""
-    blocks = codes.unflatten(-1, (-1, BLOCK // 2))
+    blocks = codes.reshape(*codes.shape[:-1], -1, BLOCK // 2)
     halves = torch.stack([blocks & 15, blocks >> 4], -2).flatten(-3)
     return halves[..., :count].long()
 

@@ -43,7 +43,7 @@ def _gated_parts(a: Tensor) -> Parts:
 def gated_code(a: Tensor, c: Tensor, kind: str, grid: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Codes of f'(a), of c with its blocks' maxima, and of f(a) with its; float32, contiguous, of one shape."""
     parts = _gated_parts(a)
-    table = _table(cells(kind, grid))  # type: ignore[arg-type]
+    table = _table(cells(kind, grid))
     native.call("skimp_gated_code", table, _map(), a, c, *parts, *_rows(a), int(kind == "gelu_tanh"))
     return parts
 
@@ -59,7 +59,7 @@ def gated_back(
 ) -> tuple[Tensor, Tensor]:
     """da = dy c f'(a) and dc = dy f(a)."""
     da, dc = torch.empty_like(dy), torch.empty_like(dy)
-    table = _table(cells(kind, grid))  # type: ignore[arg-type]
+    table = _table(cells(kind, grid))
     native.call("skimp_gated_back", table, _map(), dy, slopes, c, c_most, f, f_most, da, dc, *_rows(dy))
     return da, dc
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from skimp.adapters.handle import Handle, Row
-from skimp.adapters.lora import sizes
+from skimp.adapters.layer import sizes
 from skimp.adapters.merge import Merged, largest_gap
 from skimp.adapters.targets import linear_layers
 from skimp.core import noise
