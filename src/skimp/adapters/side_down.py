@@ -27,7 +27,8 @@ class Pool(nn.Module):
         self.width, self.largest = width, largest
 
     def forward(self, x: Tensor) -> Tensor:
-        windows = (x if x.dtype == torch.float64 else x.float()).unflatten(-1, (self.width, -1))
+        wide = x if x.dtype == torch.float64 else x.float()
+        windows: Tensor = wide.reshape(*x.shape[:-1], self.width, -1)
         return windows.amax(-1) if self.largest else windows.mean(-1)
 
 
