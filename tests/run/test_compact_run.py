@@ -1,0 +1,90 @@
+"""Gradients that arrive projected, in a run: what is refused, and a step that breaks off leaves nothing behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from skimp.core.batch import Batch
+from skimp.core.errors import ConflictError, NonFiniteError
+from skimp.core.exact import ExactChoices
+from skimp.data.synthetic import synthetic_batch
+from skimp.plan.lattice import Lattice, Space
+from skimp.recipe import load_recipe
+from skimp.run.build import Run, build
+from skimp.run.weights import init_scratch
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "vocab_size": 61,
+    "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def recipe(*overrides: str) -> Any:
+    values = {
+        "model": "tiny", "data": {"train": "pydoc", "seq_len": 12, "validation": None}, "output": "runs/x",
+        "train": {"steps": 20, "batch_tokens": 48, "lr": 1e-2, "clip": None}, "eval": None,
+        "optimizer": {"name": "grass", "rank": 4, "refresh": 50, "compact": True},
+    }  # fmt: skip
+    return load_recipe(values, overrides)
+
+
+def made(exact: ExactChoices, *overrides: str) -> Run:
+    return build(recipe(*overrides), exact, CONFIG, fill=lambda model: init_scratch(model, 0))
+
+
+def batch(step: int) -> Batch:
+    return synthetic_batch(12, 4, 61, None, step)
+
+
+def weights(run: Run) -> list[Tensor]:
+    return [p.detach().clone() for _, p in run.parameters()]
+
+
+def test_an_infinite_gradient_moves_nothing_and_the_step_can_be_taken_again() -> None:
+    """Held sums are dropped with the step; taken again it is that of a run in which nothing happened, to the bit."""
+    one, two = made(ExactChoices(4)), made(ExactChoices(4))
+    for run in (one, two):
+        run.step(batch(0))
+    before = weights(one)
+
+    def poisoned(module: Any, given: Any, output: Any) -> None:
+        hidden = output if isinstance(output, Tensor) else output[0]
+        hidden.register_hook(lambda g: g * float("inf"))
+
+    hook = one.model.get_submodule("model.layers.1").register_forward_hook(poisoned)
+    with pytest.raises(NonFiniteError, match="finite gradients in optimizer step 2"):
+        one.step(batch(1))
+    assert all(torch.equal(a, b) for a, b in zip(weights(one), before, strict=True))
+    assert one.optimizer._added
+    one.delivery.discard()
+    assert not one.optimizer._added
+    hook.remove()
+    for run in (one, two):
+        run.step(batch(1))
+    assert all(torch.equal(a, b) for a, b in zip(weights(one), weights(two), strict=True))
+
+
+def test_rebuilt_in_backward_it_goes_on_to_the_bit() -> None:
+    one, two = made(ExactChoices(4)), made(ExactChoices(4))
+    one.step(batch(0))
+    two.step(batch(0))
+    one.rebuild(ExactChoices(4, in_backward=True))
+    for run in (one, two):
+        run.step(batch(1))
+    assert all(torch.equal(a, b) for a, b in zip(weights(one), weights(two), strict=True))
+    one.close()
+    assert all("forward" not in vars(m) for m in one.model.modules() if type(m) is torch.nn.Linear)
+
+
+def test_smaller_micro_batches_are_the_users_to_choose() -> None:
+    """They change the mathematics: a basis is of the first one."""
+    with pytest.raises(ConflictError, match=r"micro-batches of 2 of 4 rows[\s\S]*exact\.micro_batch=2, knowingly"):
+        made(ExactChoices(2))
+    assert made(ExactChoices(2), "exact.micro_batch=2").compact is not None
+    for overrides, sizes in (((), [4]), (("exact.micro_batch=2",), [2]), (("optimizer.compact=false",), [1, 2, 4])):
+        assert Lattice(Space(recipe(*overrides), CONFIG, 2, "cpu")).sizes() == sizes
