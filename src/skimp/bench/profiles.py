@@ -141,10 +141,10 @@ def changes(method: str, profile: Profile) -> dict[str, Any]:
         return BESIDE[method]
     usual = {key: option.default for key, option in methods()[method].options.items()}
     own: dict[str, Any] = {}
-    if isinstance(usual.get("rank"), int):
-        own["rank"] = min(usual["rank"], max(1, profile.hidden // 4))
-    if isinstance(usual.get("refresh"), int):
-        own["refresh"] = min(usual["refresh"], max(1, profile.steps // 10))
+    for key, most in (("rank", profile.hidden // 4), ("refresh", profile.steps // 10)):
+        value = usual.get(key)
+        if isinstance(value, int):
+            own[key] = min(value, max(1, most))
     return {"optimizer": {"name": method, **own}}
 
 
