@@ -21,7 +21,7 @@ SHORT := train.steps=3 data.seq_len=128 train.batch_tokens=512 eval.tokens=1024
 .PHONY: help install native train quickstart-short test test-all test-triton lint format types docs docs-serve \
         bench-hf bench-attach bench-lora bench-side bench-nf4 bench-s2ft bench-galore bench-oracle bench-plan \
         bench-memtracker bench-ladder \
-        bench-accuracy bench-optim bench-offload bench-step-time bench-gpu bench-kills bench-faults bench-loggers \
+        bench-accuracy bench-optim bench-offload bench-long bench-step-time bench-gpu bench-kills bench-faults bench-loggers \
         pictures clean
 
 help:  ## this list
@@ -139,6 +139,9 @@ bench-optim: $(BENCH) native  ## one optimizer step against torch, bitsandbytes 
 
 bench-offload: install  ## states and activations on disk: memory, time, and the bits of the losses
 	$(BIN)/python benchmarks/offload.py $(ARGS)
+
+bench-long: install  ## rows of 16,384 and 8,192 tokens on this machine (ARGS="--only none --longest": by simulation)
+	$(BIN)/python benchmarks/long.py $(ARGS)
 
 bench-step-time: install  ## predicted against measured seconds of a step over points of the frontier
 	$(BIN)/python benchmarks/step_time.py $(ARGS)

@@ -94,6 +94,9 @@ SWITCHES: dict[str, Switch] = {
     ),
     "chunked-cross-entropy": Switch(lambda run: run.head.chunk == 7, {"loss_chunk": 7}),
     "chunked-mlp": Switch(lambda run: max(run.mlps.widest.values()) == 7, {"mlp_chunk": 7}),
+    "coded-activations": Switch(
+        lambda run: min(run.coded.coded_bytes.values()) > 0, overrides=("activations.kept_bits=8",)
+    ),
     "first-order": Switch(lambda run: run.stepper.forwards > 1, {"micro_rows": 2}),
     "step-in-backward": Switch(_listed("step-in-backward"), {"in_backward": True}),
     "packing": Switch(_listed("packing"), overrides=("data.packing=true",), documents=PACKED),

@@ -192,6 +192,10 @@ TECHNIQUES: dict[str, Technique] = {
     "lora-dropout-accumulation": Technique(
         {"micro_rows": 1}, ("adapter={dropout: 0.25}",), base="lora-dropout", reordered=True
     ),
+    "coded": Technique(overrides=("activations.kept_bits=8",)),
+    "coded-4-bits-recompute": Technique({"recompute": (0, 1)}, ("activations.kept_bits=4",)),
+    "coded-offload": Technique({"offload": (0, 1, 2)}, (*DISK, "activations.kept_bits=8"), base="coded"),
+    "lora-coded": Technique(overrides=("adapter=lora", "activations.kept_bits=8")),
     "lora-dropout-mlp-chunk": Technique(
         {"mlp_chunk": 11, "micro_rows": 1}, ("adapter={dropout: 0.25}",), base="lora-dropout", reordered=True
     ),

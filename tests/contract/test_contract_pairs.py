@@ -63,7 +63,9 @@ def check(pair: tuple[str, str]) -> None:
     # Lion moves by the sign of a blend, which rounding turns where the blend is nearly 0, and an orthogonal update
     # magnifies weak directions: measured up to 5e-6.
     turning = not ({"lion", "muon", "dion"} | FAMILY.keys()).isdisjoint(pair)
-    tolerance = 2e-3 if half else 1e-4 if turning else 2e-6
+    # What a run keeps differs with what is fused, recomputed and chunked, and so does what coding rounds of it.
+    rounding = "coded-activations" in pair
+    tolerance = 2e-3 if half else 1e-3 if rounding else 1e-4 if turning else 2e-6
     assert found == pytest.approx(plain_losses(plain.overrides, plain.documents), rel=tolerance)
     assert len(set(found)) == len(found)
 

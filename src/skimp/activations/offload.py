@@ -11,7 +11,7 @@ al., 2024, arXiv 2407.12117, section 4.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from skimp.core.errors import EffectError
 from skimp.core.memory.tracker import at
-from skimp.core.saved import LEAST, Group, Saved
+from skimp.core.saved import LEAST, Group, Saved, staying
 from skimp.core.tiers import Tier
 
 
@@ -62,7 +62,7 @@ class Offload:
                 self._before = None
             before, group = self._before, None
             if moves:
-                group = self.saved.begin(_staying(module, args, kwargs))
+                group = self.saved.begin(staying(module, args, kwargs))
                 self.forwards[index] += 1
                 with torch.autograd.graph.saved_tensors_hooks(self.saved.pack, self.saved.unpack):
                     out = plain(*args, **kwargs)
@@ -114,21 +114,6 @@ class Offload:
                 "their activations were kept all the same",
                 "check that the blocks are wrapped and keep tensors of a page or more",
             )
-
-
-def _staying(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Parameters and buffers are not the block's to move; what follows the hidden states is shared by all blocks."""
-    yield from module.parameters()
-    yield from module.buffers()
-    yield from _tensors((args[1:], list(kwargs.values()) if args else list(kwargs.values())[1:]))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
 
 
 def choose(count: int, total: int) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from skimp.core.cuda_attention import capability_of, cuda_attention, kernel_for
 from skimp.core.errors import ModelError
+from skimp.core.finer import finer
 from skimp.core.prefixed import prefixed
 from skimp.core.read import is_simulated
 from skimp.core.repeat import rounds
@@ -102,9 +103,11 @@ def attend(
         documents = None  # generation over a cache: one token against the past
     prefix = getattr(module, "skimp_prefix", None)
     if prefix is None:
-        return _attend(module, query, key, value, documents, scaling, sliding_window, softcap), None
+        with finer():
+            return _attend(module, query, key, value, documents, scaling, sliding_window, softcap), None
     attended = partial(_attend, module, documents=None, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
-    return prefixed(prefix(), query, key, value, documents, attended), None
+    with finer():
+        return prefixed(prefix(), query, key, value, documents, attended), None
 
 
 def _attend(

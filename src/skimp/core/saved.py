@@ -17,7 +17,7 @@ drops its entries; a graph that is kept can be run again. Copies under way are w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Any
 
@@ -35,7 +35,7 @@ LINE = 64
 #: Types whose bytes are all in their storage.
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
-#: What exchanges a tensor's bytes and keeps its version counter. Only for a tensor that is no one's (`_version_only`).
+#: What exchanges a tensor's bytes and keeps its version counter. Only for a tensor that is no one's (`version_only`).
 _BYTES: Any = vars(torch._C.TensorBase)["data"]
 
 
@@ -46,7 +46,7 @@ class Entry:
         self.tier, self.start, self.nbytes = tier, start, nbytes
         self.device = source.device
         self.version = source._version
-        self._watch = _version_only(source)
+        self._watch = version_only(source)
         self._pending: Pending | None = None
         self.extent: Extent | None = None
         self.extent = tier.reserve(nbytes)
@@ -168,8 +168,7 @@ class Saved:
     def __init__(self, tier: Tier, least: int = LEAST) -> None:
         self.tier, self.least = tier, least
         self.stored = self.forwarded = self.fetched = 0
-        self._stamps = count()
-        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._stamps = Stamps()
         self._entries: weakref.WeakValueDictionary[tuple[int, ...], Entry] = weakref.WeakValueDictionary()
         self._leaving: list[list[Entry]] = []
         self._back: list[Group] = []
@@ -209,7 +208,7 @@ class Saved:
             first = int(tensor.storage_offset()) * tensor.itemsize
             start = first // LINE * LINE
             nbytes = first + span - start
-        key = (self._stamp(storage), start, nbytes, tensor._version)
+        key = (self._stamps.of(storage), start, nbytes, tensor._version)
         entry = self._entries.get(key)
         if entry is None:
             entry = Entry(self.tier, tensor, start, nbytes)
@@ -253,13 +252,38 @@ class Saved:
             for entry in group:
                 entry.leave()
 
-    def _stamp(self, storage: torch.UntypedStorage) -> int:
+
+class Stamps:
+    """A number for each storage, given when it is first seen: an address is used again as soon as it is freed."""
+
+    def __init__(self) -> None:
+        self._next = count()
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+
+    def of(self, storage: torch.UntypedStorage) -> int:
+        """The stamp of a storage."""
         key = storage._cdata
-        found = self._storages.get(key)
+        found = self._known.get(key)
         if found is None or found[0]() is None:
-            found = (weakref.ref(storage, lambda _: self._storages.pop(key, None)), next(self._stamps))
-            self._storages[key] = found
+            found = (weakref.ref(storage, lambda _: self._known.pop(key, None)), next(self._next))
+            self._known[key] = found
         return found[1]
+
+
+def staying(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Tensors that a block keeps and does not own: parameters and buffers; and what follows the hidden states, which
+    all blocks share."""
+    yield from module.parameters()
+    yield from module.buffers()
+    yield from _tensors((args[1:], list(kwargs.values()) if args else list(kwargs.values())[1:]))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
 
 
 def _span(tensor: Tensor) -> int:
@@ -270,7 +294,7 @@ def _span(tensor: Tensor) -> int:
     return (last + 1) * tensor.itemsize
 
 
-def _version_only(tensor: Tensor) -> Any:
+def version_only(tensor: Tensor) -> Any:
     """A tensor without memory that shares the version counter of `tensor`; None for a simulated one."""
     if isinstance(tensor, FakeTensor):
         return None

@@ -43,3 +43,8 @@ class Activations(Section):
         description="4: activations keep their derivative in 4 bits, gated products and frozen norms their parts; null "
         "keeps them whole.",
     )
+    kept_bits: Literal[8, 4] | None = Field(
+        default=None,
+        description="What blocks keep for backward is rounded to so many bits a number: 8, or 4 but for attention's "
+        "tensors, which keep 8; null keeps them as they are.",
+    )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from skimp.activations.chunked_mlp import ChunkedMLP
+from skimp.activations.coded import Coded
 from skimp.activations.derivative_apply import Derivatives
 from skimp.activations.offload import Offload
 from skimp.activations.recompute import Recompute
@@ -28,7 +29,7 @@ from skimp.core.coded_model import encode_model
 from skimp.core.errors import ConflictError, ModelError
 from skimp.core.events import Events
 from skimp.core.exact import ExactChoices
-from skimp.core.gradients import AfterBackward, Delivery, InBackward
+from skimp.core.gradients import Delivery
 from skimp.core.memory.tracker import Tracker
 from skimp.core.registry import check_together, load
 from skimp.core.structure import TESTED_FAMILIES, Structure, read_structure, trainable
@@ -47,9 +48,9 @@ from skimp.run.layers import check_layers, layer_sampler
 from skimp.run.offloaded import offload, states_away
 from skimp.run.restarts import restarts
 from skimp.run.skeleton import materialise, simulate_tensors, skeleton
-from skimp.run.wrapped import chunked_mlps, coded_derivatives, name_blocks, recomputed
+from skimp.run.stepping import delivery_of, sink_of, stepper_of
+from skimp.run.wrapped import chunked_mlps, coded, coded_derivatives, name_blocks, recomputed
 from skimp.steps.first_order import FirstOrder, StepResult
-from skimp.steps.layer_sampled import LayerSampled
 from skimp.steps.layers import LayerSampler
 
 DTYPES = {"fp32": torch.float32, "bf16-mixed": torch.float32, "bf16": torch.bfloat16}
@@ -69,6 +70,7 @@ class Run:
         delivery: after or in backward.
         stepper: the step.
         mlps: the chunked MLPs, None without.
+        coded: the blocks that keep tensors in fewer bits, None without.
         recompute: the wrapped blocks, None without.
         fused: the layers that run fused, None without.
         sparse: the attention modules that attend over a pattern, None without.
@@ -102,6 +104,7 @@ class Run:
     events: Events = field(default_factory=Events)
     notes: list[str] = field(default_factory=list)
     mlps: ChunkedMLP | None = None
+    coded: Coded | None = None
 
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step over a whole step's rows, cut into micro-batches."""
@@ -160,6 +163,8 @@ class Run:
         if self.offload is not None:
             self.offload.remove()
             self.offload = None  # the next one may find no place
+        if self.coded is not None:
+            self.coded.remove()
         if self.recompute is not None:
             self.recompute.remove()
         if exact.mlp_chunk != self.exact.mlp_chunk:
@@ -167,17 +172,20 @@ class Run:
                 self.mlps.remove()
             self.mlps = chunked_mlps(self.model, self.structure, exact)
         self.recompute = recomputed(self.model, self.structure, exact)
+        self.coded = coded(self.model, self.structure, self.recipe)
         self.offload = offload(self.model, self.structure, exact, self.recipe, self.simulated)
+        if self.coded is not None and self.offload is not None:
+            self.coded.then = self.offload.saved
         if exact.states != self.exact.states:
             self.optimizer.keep_states(states_away(exact, self.recipe, self.simulated))
         rule = self.layers or self.optimizer
-        self.delivery = _delivery(self.recipe, exact, old.parameters.items(), rule, old.sinks)
+        self.delivery = delivery_of(self.recipe, exact, old.parameters.items(), rule, old.sinks)
         self.delivery.step_index = old.step_index
         if self.compact is not None:
             self.compact.receive = self.delivery.factors
         self.head.chunk = exact.loss_chunk
-        self.head.sink = _sink(self.delivery)
-        self.stepper = _stepper(self.head, self.delivery, self.layers)
+        self.head.sink = sink_of(self.delivery)
+        self.stepper = stepper_of(self.head, self.delivery, self.layers)
         if self.fused is not None:
             self.fused.accumulate = not exact.in_backward
         self.exact = exact
@@ -205,6 +213,8 @@ class Run:
             self.optimizer.away.close()
         if self.layers is not None:
             self.layers.release()
+        if self.coded is not None:
+            self.coded.remove()
         if self.recompute is not None:
             self.recompute.remove()
         if self.compact is not None:
@@ -280,7 +290,10 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
     derivatives = coded_derivatives(recipe, model, structure, fused)
     mlps = chunked_mlps(model, structure, exact)
     recompute = recomputed(model, structure, exact)
+    fewer_bits = coded(model, structure, recipe)
     away = offload(model, structure, exact, recipe, simulated)
+    if fewer_bits is not None and away is not None:
+        fewer_bits.then = away.saved
     name_blocks(model, structure)
     named = list(trainable(model))
     away_states = states_away(exact, recipe, simulated)
@@ -288,7 +301,7 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
     weights = {f"{name}.weight" for name in (structure.head, *([structure.embedding] if structure.tied else []))}
     sinks = [name for name, _ in named if name in weights]
     layers = layer_sampler(recipe, exact, model, structure, named, optimizer, simulated)
-    delivery = _delivery(recipe, exact, named, layers or optimizer, sinks)
+    delivery = delivery_of(recipe, exact, named, layers or optimizer, sinks)
     head = Head(
         model,
         structure,
@@ -296,38 +309,20 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
         autocast=recipe.precision == "bf16-mixed",
         label_smoothing=recipe.train.loss.label_smoothing,
         z_loss=recipe.train.loss.z_loss,
-        sink=_sink(delivery),
+        sink=sink_of(delivery),
     )
     if layers is not None:
         layers.forward = head.walk
         layers.begin(0)
-    stepper = _stepper(head, delivery, layers)
+    stepper = stepper_of(head, delivery, layers)
     built = (recipe, exact, model, structure, head, optimizer, delivery, stepper, recompute, fused, adapter)
     compact = Compact(model, optimizer, delivery.factors) if asks_compact(recipe) else None
     notes: list[str] = []
     again = restarts(recipe, model, optimizer, simulated, notes.append)
     events = Events(*again, *([] if adapter is None else adapter.events(optimizer)))
     beside: dict[str, Any] = {"layers": layers, "mlps": mlps, "compact": compact, "derivatives": derivatives}
-    beside["sparse"] = sparse
+    beside |= {"sparse": sparse, "coded": fewer_bits}
     return Run(*built, offload=away, simulated=simulated, events=events, notes=notes, **beside)
-
-
-def _stepper(head: Head, delivery: Delivery, layers: LayerSampler | None) -> FirstOrder:
-    return FirstOrder(head.loss, delivery) if layers is None else LayerSampled(head.loss, delivery, layers)
-
-
-def _delivery(
-    recipe: Any, exact: ExactChoices, named: Iterable[tuple[str, nn.Parameter]], optimizer: Any, sinks: Iterable[str]
-) -> Delivery:
-    if not exact.in_backward:
-        return AfterBackward(named, optimizer, recipe.train.clip, sinks)
-    return InBackward(named, optimizer, recipe.train.clip, sinks)
-
-
-def _sink(delivery: Delivery) -> Callable[[], Tensor | None] | None:
-    """The buffer of the head's gradient (a tied embedding's too); None when the head is frozen."""
-    name = next(iter(delivery.sinks), None)
-    return None if name is None else lambda: delivery.sink(name)
 
 
 def uses_fused(recipe: Any) -> bool:
@@ -367,6 +362,7 @@ def techniques(recipe: Any, exact: ExactChoices) -> list[str]:
     names += ["recompute"] if exact.recompute else []
     names += ["selective-recompute"] if {*exact.kept().values()} - {"nothing"} else []
     names += ["chunked-mlp"] if exact.mlp_chunk is not None else []
+    names += ["coded-activations"] if recipe.activations.kept_bits is not None else []
     names += ["step-in-backward"] if exact.in_backward else []
     names += ["activation-offload"] if exact.offload else []
     names += ["state-offload"] if exact.states != "device" else []

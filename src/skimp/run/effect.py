@@ -70,6 +70,10 @@ class Effect:
         _chunked(run, forwards)
         if run.derivatives is not None:
             run.derivatives.assert_effect()
+        if run.coded is not None:
+            run.coded.assert_effect(None if run.layers is None else run.layers.in_backward)
+        elif run.recipe.activations.kept_bits is not None:
+            raise EffectError(f"activations.kept_bits={run.recipe.activations.kept_bits}", "the blocks are not wrapped")
         if run.fused is not None and run.recipe.exact.kernels == "fused":
             run.fused.assert_effect()
         if run.sparse is not None:

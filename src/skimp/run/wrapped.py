@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from skimp.activations.chunked_mlp import ChunkedMLP
+from skimp.activations.coded import Coded
 from skimp.activations.derivative import Coding
 from skimp.activations.derivative_apply import Derivatives
 from skimp.activations.recompute import Recompute
@@ -44,6 +45,12 @@ def coded_derivatives(recipe: Any, model: nn.Module, structure: Structure, fused
         return None
     coding = Coding(grid=asked.grid, rounding=asked.rounding, seed=recipe.train.seed)
     return Derivatives(model, structure, coding, fused)
+
+
+def coded(model: nn.Module, structure: Structure, recipe: Any) -> Coded | None:
+    """What blocks keep in fewer bits; None where the recipe does not ask for it."""
+    bits = recipe.activations.kept_bits
+    return None if bits is None else Coded(model, structure.blocks, structure.heads, bits)
 
 
 def name_blocks(model: nn.Module, structure: Structure) -> None:
