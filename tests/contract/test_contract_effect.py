@@ -10,7 +10,9 @@ import pytest
 import torch
 from contract_rows import BLOCKS, CELLS, IN_PIECES, TECHNIQUES, Technique, batch_of, make_run
 
+import skimp.activations.chunked_mlp
 import skimp.activations.recompute
+from skimp.activations.coded import Coded
 from skimp.adapters.sst import SST
 from skimp.core.attention import OWN
 from skimp.core.away import Away
@@ -167,6 +169,20 @@ def test_mutation_offload_that_keeps_everything(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Saved, "pack", lambda self, tensor: tensor)
     with pytest.raises(EffectError, match="offload of 3 blocks to disk"):
         first_step("offload")
+
+
+def test_mutation_kept_tensors_that_are_not_coded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Coded, "_pack", lambda self, tensor: tensor)
+    with pytest.raises(EffectError, match="kept tensors of 3 blocks in 8 bits"):
+        first_step("coded")
+
+
+def test_mutation_chunks_that_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        skimp.activations.chunked_mlp, "chunked", lambda part, x, *_: part(x.flatten(0, 1)).view(x.shape)
+    )
+    with pytest.raises(EffectError, match="MLPs of 3 blocks in chunks of 7 tokens"):
+        first_step("mlp-chunk")
 
 
 def test_mutation_offload_of_some_blocks_that_wraps_none() -> None:
