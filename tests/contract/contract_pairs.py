@@ -110,7 +110,7 @@ SWITCHES: dict[str, Switch] = {
         lambda run: run.fused.rotary.modules > 0 < run.fused.rotary.runs, overrides=("exact.kernels=fused",)
     ),
     "qst": Switch(lambda run: run.adapter.rungs_run > 0, overrides=("adapter={name: qst, reduce: 2, gate: sigmoid}",)),
-    "s2a": Switch(lambda run: bool(run.adapter.linears), overrides=("adapter={name: s2a, prompt: 3, rank: 2}",)),
+    "s2a": Switch(lambda run: bool(run.adapter.linears), overrides=("adapter={name: s2a, prompt: 9, rank: 6}",)),
     "derivative": Switch(lambda run: any(run.derivatives.runs.values()), overrides=DERIVATIVE),
     "lora": Switch(lambda run: bool(run.adapter.modules), overrides=("adapter={r: 4}",)),
     "s2ft": Switch(lambda run: bool(run.adapter.slices), overrides=("adapter={name: s2ft, v: 0.5, o: 0.5, d: 0.9}",)),

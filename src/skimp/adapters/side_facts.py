@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from skimp.core.option import Option
-from skimp.core.registry import Conflict, Facts, Paper
-
-_FROZEN = Conflict("it trains blocks of the model in turn, and the adapter freezes all of them", "one of the two")
-#: Ways to train a few of the model's own blocks at a time.
-IN_TURN: dict[str, Conflict] = dict.fromkeys(("lisa", "owlore", "badam"), _FROZEN)
+from skimp.core.registry import Facts, Paper
 
 SIDE: list[Facts] = [
     Facts(
@@ -24,7 +20,6 @@ SIDE: list[Facts] = [
             "S2A: A Unified Framework for Parameter and Memory Efficient Transfer Learning", 2025, "2503.08154"
         ),
         stages=("fine-tuning",),
-        conflicts=IN_TURN,
         options={
             "bias": Option(True, "Train a shift of every linear layer below the head."),
             "prompt": Option(8, "Vectors before the text in every block; 0 for none.", least=0, kind="whole"),
@@ -48,7 +43,6 @@ SIDE: list[Facts] = [
             "2401.07159",
         ),
         stages=("fine-tuning",),
-        conflicts=IN_TURN,
         options={
             "reduce": Option(16, "How many times narrower than the model the side network is.", least=2, kind="whole"),
             "down": Option(
