@@ -8,7 +8,8 @@ Double quantisation codes the maxima themselves: their mean is taken off, and th
 (`dynamic8`), 8 + 32/256 bits a block instead of 32. (The paper says 8-bit floats; what is published, and what this
 equals, is the dynamic map.)
 
-Codes, maxima and bytes equal those of bitsandbytes, so a packed weight of either is one of the other.
+Codes, maxima and layout equal those of bitsandbytes, so a packed weight of either is one of the other. The offset is
+the mean rounded once, where theirs is as rounded as many float32 sums are; coded maxima next to a border may differ.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class NF4:
             )
         if not self.double_quant:
             return {"codes": codes, "absmax": absmax}
-        offset = absmax.mean() if n else absmax.new_zeros(())
+        # A running sum in float64: a mean of float32 in parallel depends in its last digit on the number of threads.
+        offset = (absmax.double().cumsum(0)[-1] / blocks).float() if n else absmax.new_zeros(())
         nested = Dynamic8(signed=True).encode(absmax - offset)
         return {"codes": codes, "absmax": nested["codes"], "nested_absmax": nested["absmax"], "offset": offset.view(1)}
 
