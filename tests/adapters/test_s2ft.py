@@ -14,6 +14,9 @@ from skimp.adapters.lora import LoRA
 from skimp.adapters.s2ft import DELTA, S2FT
 from skimp.adapters.s2ft_adapter import Served, SliceAdapter, side_by_side
 from skimp.adapters.s2ft_select import S2FTSpec, Slice, choose, weight_norms
+from skimp.core.codecs.nf4 import NF4
+from skimp.core.coded_linear import coded_layers
+from skimp.core.coded_model import encode_model
 from skimp.core.errors import ConflictError, EffectError, SkimpError
 from skimp.core.structure import read_structure
 
@@ -99,12 +102,33 @@ def test_a_spec_out_of_range_is_refused() -> None:
         S2FTSpec(d=1.5)
 
 
-def test_coded_base_and_second_adapter_are_refused(make_tiny: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("select", ["random", "weight"])
+def test_slices_beside_a_coded_base_are_those_beside_its_decoded_weights(
+    make_tiny: Callable[..., Any], select: Any
+) -> None:
+    coded, plain = make_tiny("llama"), make_tiny("llama")
+    structure = read_structure(coded)
+    encode_model(coded, structure, NF4())
+    with torch.no_grad():
+        for name, module in coded_layers(coded):
+            plain.get_submodule(name).weight.copy_(module.weight.dense())
+    spec = S2FTSpec(v=0.5, o=0.25, u=0.1, d=0.1, select=select)
+    one, other = trained(coded, spec), trained(plain, spec)
+    assert one.slices == other.slices
+    torch.testing.assert_close(logits(coded), logits(plain), rtol=0, atol=1e-5)
+    with pytest.raises(ConflictError, match=r"merging into .* layers kept in codec 'nf4'"):
+        one.merge()
+    one.detach()
+    with pytest.raises(ConflictError, match=r"permute on [\s\S]*codec 'nf4'[\s\S]*permute=false"):
+        S2FT(coded, S2FTSpec(d=0.1, permute=True))
+
+
+def test_foreign_codes_and_second_adapter_are_refused(make_tiny: Callable[..., Any]) -> None:
     model = make_tiny("llama")
     down = model.model.layers[0].mlp.down_proj
     codes = nn.Parameter(torch.zeros(64, 160, dtype=torch.uint8), requires_grad=False)
     weight, down.weight = down.weight, codes
-    with pytest.raises(ConflictError, match=r"down_proj[\s\S]*torch.uint8[\s\S]*adapter=lora"):
+    with pytest.raises(ConflictError, match=r"down_proj[\s\S]*torch.uint8[\s\S]*model\.weights=nf4"):
         S2FT(model, S2FTSpec(d=0.1))
     down.weight = weight
     handle = S2FT(model, S2FTSpec(d=0.1))

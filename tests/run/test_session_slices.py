@@ -11,11 +11,13 @@ from session_cases import Heard, lines, merged
 from transformers import AutoModelForCausalLM
 
 import skimp
+from skimp.adapters.handle import Row
 from skimp.adapters.sst import SST as SpectralHandle
 from skimp.core.errors import SkimpError
 from skimp.core.structure import read_structure
 from skimp.export.adapter import export_adapter
 from skimp.export.merged import export_merged
+from skimp.run.adapt import table_lines
 from skimp.run.checkpoint_folder import latest
 from skimp.run.checkpoint_read import load
 from skimp.run.found import find
@@ -125,3 +127,12 @@ def test_bad_slices_are_refused_before_a_weight_is_loaded(
     with pytest.raises(SkimpError, match=said):
         start(recipe, adapter)
     assert not Path(recipe["output"]).exists()
+
+
+def test_a_table_of_many_widths_has_one_line_a_kind_of_layer() -> None:
+    rows = [Row(f"model.layers.{i}.mlp.down_proj", "columns", (64, 160), 3 + i, 64 * (3 + i), 256) for i in range(6)]
+    blocks = tuple(f"model.layers.{i}" for i in range(6))
+    assert table_lines(rows, blocks)[1:] == [
+        "  down_proj (columns): 6 of 64 x 160, r 3 to 8, all blocks, 2,112 numbers, 1.54 kB"
+    ]
+    assert len(table_lines(rows[:2], blocks)) == 3

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from skimp.adapters.targets import is_transposed
+from skimp.core.coded_linear import CodedLinear
 from skimp.core.errors import ModelError
 from skimp.core.structure import Structure
 
@@ -90,7 +91,7 @@ def _there(model: nn.Module, name: str) -> bool:
         module = model.get_submodule(name)
     except AttributeError:
         return False
-    return isinstance(module, nn.Linear) or is_transposed(module)
+    return isinstance(module, (nn.Linear, CodedLinear)) or is_transposed(module)
 
 
 def _named(structure: Structure, role: str) -> tuple[str, ...]:

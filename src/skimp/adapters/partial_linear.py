@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from skimp.core.coded import Base, product, product_back
 from skimp.core.remake import Remake, how_made
 
 Side = Literal["columns", "rows"]
@@ -32,7 +33,7 @@ Where = tuple[int, int] | Tensor
 
 def sliced_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Base,
     bias: Tensor | None,
     block: Tensor,
     where: Where,
@@ -46,7 +47,7 @@ def sliced_linear(
     Args:
         x: (…, inputs), float.
         weight: (outputs, inputs), frozen; (inputs, outputs) when `transposed`. Cast where x has another dtype, and no
-            copy is kept.
+            copy is kept. Or a `Coded` matrix (outputs, inputs), decoded slice by slice for the products.
         bias: (outputs,) or None, frozen.
         block: D, (outputs, k) for columns, (k, inputs) for rows; its gradient comes in its own dtype.
         where: which. side: what they are.
@@ -67,7 +68,7 @@ class _SlicedLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
+        weight: Base,
         bias: Tensor | None,
         block: Tensor,
         where: Where,
@@ -80,18 +81,18 @@ class _SlicedLinear(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         ctx.where, ctx.side, ctx.transposed, ctx.in_place = where, side, transposed, in_place
         ctx.dtype, ctx.shape, ctx.x_dtype, ctx.again = dtype, x.shape, x.dtype, None
+        dense = weight if isinstance(weight, Tensor) else None
+        ctx.coded = weight if dense is None else None
         with torch.autocast(kind, enabled=False):
             flat = x.reshape(-1, x.shape[-1]).to(dtype)
-            w = weight.to(dtype)
-            w = w if transposed else w.t()
-            y = torch.mm(flat, w) if bias is None else torch.addmm(bias.to(dtype), flat, w)
+            y = product(weight, flat, bias, transposed=transposed)
             if side == "columns":
                 part = _taken(flat, where)
-                ctx.save_for_backward(weight, block, part)
+                ctx.save_for_backward(dense, block, part)
                 if not in_place:
                     y.addmm_(part, block.to(dtype).t())
             else:
-                ctx.save_for_backward(weight, block, *((x,) if made is None else made.inputs))
+                ctx.save_for_backward(dense, block, *((x,) if made is None else made.inputs))
                 if made is not None:
                     made.again.readers += 1
                     ctx.again = made.again
@@ -102,7 +103,7 @@ class _SlicedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        weight, block, *kept = ctx.saved_tensors
+        dense, block, *kept = ctx.saved_tensors
         dtype, where = ctx.dtype, ctx.where
         g = upstream.reshape(-1, upstream.shape[-1])
         dx = dblock = None
@@ -117,9 +118,7 @@ class _SlicedLinear(torch.autograd.Function):
                 dblock = torch.mm(g_part.t(), x.reshape(-1, x.shape[-1]).to(dtype)).to(block.dtype)
             del x
         if ctx.needs_input_grad[0]:
-            w = weight.to(dtype)
-            dx = torch.mm(g, w.t() if ctx.transposed else w)
-            del w
+            dx = product_back(dense if ctx.coded is None else ctx.coded, g, transposed=ctx.transposed)
             if not ctx.in_place and ctx.side == "columns":
                 _add_product(dx, where, g, block.to(dtype))
             elif not ctx.in_place:

@@ -30,6 +30,8 @@ from skimp.adapters.partial_linear import Where, sliced_linear
 from skimp.adapters.s2ft_adapter import SliceAdapter, add_slice, slice_of
 from skimp.adapters.s2ft_select import KINDS, S2FTSpec, Slice, choose, units_of
 from skimp.adapters.targets import is_transposed
+from skimp.core.coded_linear import CodedLinear
+from skimp.core.coded_model import refuse_coded
 from skimp.core.errors import ConflictError, EffectError
 from skimp.core.read import read
 from skimp.core.structure import Structure, read_structure
@@ -51,7 +53,7 @@ class S2FT(Handle):
 
     Raises:
         SkimpError: shares that select nothing, heads that cannot be told apart.
-        ConflictError: the model has an adapter already, or a layer's weights are coded.
+        ConflictError: the model has an adapter already, or coded weights were to be moved.
 
     Example:
         >>> s2ft = S2FT(model, S2FTSpec(o=0.05, d=0.02))
@@ -71,7 +73,7 @@ class S2FT(Handle):
         self.model = model
         self.structure = structure or read_structure(model)
         slices = dict(spec.slices) or choose(model, self.structure, spec, scores, avoid)
-        self._check(slices)
+        self._check(slices, spec.permute)
         self._trained = {name: p.requires_grad for name, p in model.named_parameters()}
         self._kept: dict[str, Tensor] | None = None
         for parameter in model.parameters():
@@ -100,7 +102,7 @@ class S2FT(Handle):
             changes[kind] = max(len(slices[u.member.module].index) / (u.size * u.count) for u in layers)
         return changes
 
-    def _check(self, slices: Mapping[str, Slice]) -> None:
+    def _check(self, slices: Mapping[str, Slice], permuted: bool) -> None:
         taken = next((n for n, m in self.model.named_modules() if {DELTA, "lora_A"} & m._parameters.keys()), None)
         if taken is not None:
             raise ConflictError(
@@ -110,14 +112,22 @@ class S2FT(Handle):
                 "merge or detach the first",
             )
         for name in slices:
-            weight = getattr(self.module(name), "weight", None)
-            if weight is None or not weight.is_floating_point():
+            weight = self.module(name).weight
+            if not weight.dtype.is_floating_point:
                 raise ConflictError(
                     f"S2FT on {name}",
-                    "its weights are coded" if weight is None else f"weights of {weight.dtype}",
-                    "columns of a matrix do not lie on the borders of its coded blocks",
-                    ["adapter=lora, whose factors stay beside a coded base", "an uncoded base"],
+                    f"weights of {weight.dtype}",
+                    "a slice adds to numbers, and these are codes that skimp did not make",
+                    "model.weights=nf4 on a base in floating point: skimp codes it itself",
                 )
+        coded = [name for name in slices if isinstance(self.module(name), CodedLinear)]
+        if permuted and coded:
+            raise ConflictError(
+                f"permute on {coded[0]}",
+                f"weights in codec '{self.module(coded[0]).codec.name}'",
+                "blocks of codes share a scale along a row, so columns cannot change places; rows would, but with them",
+                "permute=false: the same slices, gathered where they are",
+            )
 
     def _put(self, spec: S2FTSpec, slices: Mapping[str, Slice]) -> None:
         """Attach on these slices; permuted, each index is in the order in which its numbers come to lie."""
@@ -215,6 +225,7 @@ class S2FT(Handle):
     def merge(self, keep: bool = False, probe: Callable[[], Tensor] | None = None) -> Merged:
         if self.merged:
             raise ConflictError("merge", "merged already", instead="unmerge first")
+        refuse_coded(self.model, self.slices)
         before = None if probe is None else probe().float()
         self._kept = {} if keep else None
         change = lost = 0.0

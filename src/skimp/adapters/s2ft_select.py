@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from skimp.adapters.coupled import Member, coupled
 from skimp.adapters.partial_linear import Side
 from skimp.adapters.targets import is_transposed
+from skimp.core.coded import Coded
 from skimp.core.errors import SkimpError
 from skimp.core.noise import random_uint32
 from skimp.core.read import is_simulated
@@ -253,7 +254,8 @@ def _best(
 def weight_norms(model: nn.Module, units: Units) -> Tensor:
     """(count,) the L2 norm of every unit's rows or columns."""
     module: Any = model.get_submodule(units.member.module)
-    whole = module.weight.t() if is_transposed(module) else module.weight
+    base = module.weight.dense(torch.float32) if isinstance(module.weight, Coded) else module.weight
+    whole = base.t() if is_transposed(module) else base
     along = whole.t() if units.member.side == "columns" else whole
     first = units.member.offset
     rows: Tensor = along[first : first + units.count * units.size].float()

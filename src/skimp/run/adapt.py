@@ -19,6 +19,9 @@ from skimp.core.structure import Structure
 from skimp.core.units import format_bytes
 from skimp.export.peft import check_base, load_peft, read_spec
 
+#: Ranks of one kind of layer up to which each has a line of its own.
+FEW_RANKS = 3
+
 
 def adapt(model: nn.Module, structure: Structure, recipe: Any) -> Handle | None:
     """Attach what the recipe asks for; None when it trains the model itself.
@@ -96,15 +99,21 @@ def put_back(model: nn.Module, structure: Structure, meta: Mapping[str, Any], ge
 
 def table_lines(rows: list[Row], blocks: tuple[str, ...]) -> list[str]:
     """What was matched, one line a kind of module: how many, in which blocks, their shape, numbers and bytes."""
-    groups: dict[tuple[str, tuple[int, ...], int, str], list[Row]] = {}
+    groups: dict[tuple[str, tuple[int, ...], str, str], list[Row]] = {}
+    alike: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
     for row in rows:
-        leaf = row.module.rpartition(".")[2]
-        groups.setdefault((leaf, row.shape, row.rank, row.target), []).append(row)
+        alike.setdefault((row.module.rpartition(".")[2], row.shape, row.target), []).append(row.rank)
+    for row in rows:
+        kind = (row.module.rpartition(".")[2], row.shape, row.target)
+        ranks = alike[kind]
+        # A few ranks have a line each; slices of as many widths as there are blocks have one for all.
+        many = len(set(ranks)) > FEW_RANKS
+        how = f"r {min(ranks)} to {max(ranks)}" if many else f"r {row.rank}" if row.rank else "in full"
+        groups.setdefault((*kind[:2], how, row.target), []).append(row)
     total, size = sum(row.parameters for row in rows), sum(row.bytes for row in rows)
     lines = [f"adapter: {len(rows)} modules, {total:,} trained numbers, {format_bytes(size)}"]
-    for (leaf, shape, rank, target), members in groups.items():
+    for (leaf, shape, how, target), members in groups.items():
         numbers, bytes_ = sum(m.parameters for m in members), sum(m.bytes for m in members)
-        how = f"r {rank}" if rank else "in full"
         inside = _blocks([m.module for m in members], blocks)
         because = "" if target == leaf else f" ({target})"
         lines.append(

@@ -18,16 +18,12 @@ _FLOAT32_BESIDE = Conflict(
     "optimizer=adamw: with precision=bf16 the base decodes to bfloat16",
 )
 _ONE_CODEC = Conflict("a layer's weight is one set of codes", "one codec for the base")
-_A_SLICE = Conflict(
-    "its trained numbers are rows and columns of the weight itself, which in a codec has codes and no numbers to move",
-    "adapter=lora on the coded base, or s2ft on a dense one",
-)
 _A_FACTOR = Conflict(
     "it trains factors of the weight itself, whose entries near 1 / sqrt(outputs) move by less than a step between two "
     "levels",
     "sst on dense weights, or adapter=lora on the coded base",
 )
-_BESIDE = {"s2ft": _A_SLICE, "adamw-bf16": _FLOAT32_BESIDE, "lisa": _FROZEN, "owlore": _FROZEN, "badam": _FROZEN}
+_BESIDE = {"adamw-bf16": _FLOAT32_BESIDE, "lisa": _FROZEN, "owlore": _FROZEN, "badam": _FROZEN}
 
 FACTS: list[Facts] = [
     Facts(
