@@ -113,14 +113,14 @@ def test_slices_beside_a_coded_base_are_those_beside_its_decoded_weights(
         for name, module in coded_layers(coded):
             plain.get_submodule(name).weight.copy_(module.weight.dense())
     spec = S2FTSpec(v=0.5, o=0.25, u=0.1, d=0.1, select=select)
-    one, other = trained(coded, spec), trained(plain, spec)
+    one, other = trained(coded, spec, structure=structure), trained(plain, spec)
     assert one.slices == other.slices
     torch.testing.assert_close(logits(coded), logits(plain), rtol=0, atol=1e-5)
     with pytest.raises(ConflictError, match=r"merging into .* layers kept in codec 'nf4'"):
         one.merge()
     one.detach()
     with pytest.raises(ConflictError, match=r"permute on [\s\S]*codec 'nf4'[\s\S]*permute=false"):
-        S2FT(coded, S2FTSpec(d=0.1, permute=True))
+        S2FT(coded, S2FTSpec(d=0.1, permute=True), structure)
 
 
 def test_foreign_codes_and_second_adapter_are_refused(make_tiny: Callable[..., Any]) -> None:

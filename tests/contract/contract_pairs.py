@@ -147,6 +147,8 @@ BESIDE |= {
 #: Additions of rank 4 have two dimensions of 4 × 48: a basis of them has two directions at most.
 BESIDE |= {frozenset((name, "lora")): Technique(overrides=("optimizer.rank=1",)) for name in FAMILY}
 BESIDE |= {frozenset((name, "s2a")): Technique(overrides=("optimizer.rank=1",)) for name in FAMILY}
+#: Eight vectors of a layer have eight directions.
+BESIDE |= {frozenset((name, "sst")): Technique(overrides=("optimizer.rank=1",)) for name in FAMILY}
 #: A coded base has an adapter beside it, which needs the same.
 BESIDE |= {
     frozenset((name, other)): BESIDE[frozenset(("lora", other))]

@@ -10,6 +10,10 @@ _NO_SLICE = Conflict(
     "period whose active blocks have none, nothing at all would train",
     "adapter: s2ft alone, whose slices are few already; or train.layers alone",
 )
+_FLOAT32 = Conflict(
+    "what trains beside a bfloat16 base is float32, where no update is lost and nothing has to be rounded at random",
+    "optimizer: adamw; with precision: bf16 the base alone is bfloat16",
+)
 _RESTS = Conflict(
     "vectors are drawn, renormalised and decomposed by the run's steps in every layer; a block that rests through a "
     "draw would get other vectors before it has trained those",
@@ -40,7 +44,7 @@ SLICES: list[Facts] = [
             "S2FT: Efficient, Scalable and Generalizable LLM Fine-tuning by Structured Sparsity", 2024, "2412.06289"
         ),
         stages=("fine-tuning",),
-        conflicts=dict.fromkeys(("lisa", "owlore", "badam"), _NO_SLICE),
+        conflicts={**dict.fromkeys(("lisa", "owlore", "badam"), _NO_SLICE), "adamw-bf16": _FLOAT32},
         options={
             "v": Option(0.0, "Share of the key/value heads whose rows of the value projection train.", least=0, most=1),
             "o": Option(
