@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,10 +25,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import measure
 from skimp.adapters import S2FT, LoRA, S2FTSpec, Spec
+from skimp.adapters.s2ft_select import choose
 from skimp.core.structure import read_structure
 from skimp.kernels.apply import Fused
 
-SLICED, LOW, PEFT, FLOOR = "S2FT", "LoRA r 16", "LoRA r 16, PEFT", "no adapter"
+SLICED, GATHERED = "S2FT, moved", "S2FT, gathered"
+LOW, PEFT, FLOOR = "LoRA r 16", "LoRA r 16, PEFT", "no adapter"
 CHANNELS = 219
 
 
@@ -44,11 +47,13 @@ def blocks(count: int) -> Any:
 def rows(count: int) -> dict[str, Any]:
     """Name -> model with its adapter; fused layers in skimp's rows."""
     found: dict[str, Any] = {}
-    for name in (SLICED, LOW, FLOOR):
+    for name in (SLICED, GATHERED, LOW, FLOOR):
         model = blocks(count)
-        if name == SLICED:
+        if name in (SLICED, GATHERED):
             # As many channels in every block, which a draw over all blocks gives on average only.
-            S2FT(model, S2FTSpec(o=1 / 9, d=CHANNELS / 1536, select="weight"), read_structure(model))
+            spec = S2FTSpec(o=1 / 9, d=CHANNELS / 1536, select="weight")
+            slices = choose(model, read_structure(model), spec)
+            S2FT(model, replace(spec, select="random", permute=name == SLICED, slices=slices))
         elif name == LOW:
             LoRA(model, Spec(r=16))
         Fused(model)

@@ -5,19 +5,9 @@ from __future__ import annotations
 from skimp.core.option import Option
 from skimp.core.registry import Conflict, Facts, Paper
 
-_NO_SLICE = Conflict(
-    "blocks are drawn without regard to where slices lie, and a draw over all blocks leaves some without any: in a "
-    "period whose active blocks have none, nothing at all would train",
-    "adapter: s2ft alone, whose slices are few already; or train.layers alone",
-)
 _FLOAT32 = Conflict(
     "what trains beside a bfloat16 base is float32, where no update is lost and nothing has to be rounded at random",
     "optimizer: adamw; with precision: bf16 the base alone is bfloat16",
-)
-_RESTS = Conflict(
-    "vectors are drawn, renormalised and decomposed by the run's steps in every layer; a block that rests through a "
-    "draw would get other vectors before it has trained those",
-    "adapter: sst alone, or train.layers alone",
 )
 _NO_CODES = Conflict(
     "spectra take the place of the weights and all of them train; codes are frozen",
@@ -44,7 +34,7 @@ SLICES: list[Facts] = [
             "S2FT: Efficient, Scalable and Generalizable LLM Fine-tuning by Structured Sparsity", 2024, "2412.06289"
         ),
         stages=("fine-tuning",),
-        conflicts={**dict.fromkeys(("lisa", "owlore", "badam"), _NO_SLICE), "adamw-bf16": _FLOAT32},
+        conflicts={"adamw-bf16": _FLOAT32},
         options={
             "v": Option(0.0, "Share of the key/value heads whose rows of the value projection train.", least=0, most=1),
             "o": Option(
@@ -81,7 +71,6 @@ SLICES: list[Facts] = [
             "Sparse Spectral Training and Inference on Euclidean and Hyperbolic Neural Networks", 2024, "2405.15481"
         ),
         conflicts={
-            **dict.fromkeys(("lisa", "owlore", "badam"), _RESTS),
             **dict.fromkeys(("bf16", "adamw-bf16"), _LENGTH_ONE),
             **dict.fromkeys(("nf4", "int8", "int4"), _NO_CODES),
         },
