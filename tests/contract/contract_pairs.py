@@ -124,7 +124,7 @@ SWITCHES["sst"] = Switch(
 )
 SWITCHES["s2-attention"] = Switch(lambda run: run.sparse.runs > 0, overrides=S2)
 #: Low-rank additions made of the same layer: each is switched on by its name.
-KIN = ("rslora", "lora-plus", "dora", "olora", "pissa", "gradnormlorp")
+KIN = ("rslora", "lora-plus", "dora", "olora", "pissa", "gradnormlorp", "relora")
 SWITCHES |= {name: Switch(_adapter(name), overrides=(f"adapter={{name: {name}, r: 4}}",)) for name in KIN}
 SWITCHES |= {name: Switch(_rule(name), overrides=(f"optimizer={name}",)) for name in RULES}
 SWITCHES |= {name: Switch(_rule(name), overrides=(override,)) for name, override in FAMILY.items()}

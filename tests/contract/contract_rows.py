@@ -221,6 +221,10 @@ TECHNIQUES: dict[str, Technique] = {
     "olora-bf16-mixed": Technique(overrides=("adapter={name: olora, reparam: dora}", "precision=bf16-mixed")),
     "pissa": Technique(overrides=("adapter={name: pissa, r: 4}",)),
     "pissa-packing": Technique({"micro_rows": 3}, ("adapter={name: pissa, r: 4}",), PACKED),
+    "relora": Technique(overrides=("adapter={name: relora, r: 4, every: 2, warmup: 1}",)),
+    "relora-in-backward": Technique(
+        {"in_backward": True}, ("adapter={name: relora, r: 4, every: 2, warmup: 1}",), base="relora"
+    ),
     "gradnormlorp": Technique(overrides=GRADNORMLORP),
     "gradnormlorp-recompute": Technique({"recompute": (0, 1, 2)}, GRADNORMLORP, base="gradnormlorp"),
     "sketch-lora": Technique(overrides=("model.weights={name: sketch, groups: 2}", "adapter=lora")),

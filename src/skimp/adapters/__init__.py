@@ -15,6 +15,8 @@ FACTS: list[Facts] = [*LOW_RANK, *SLICES, *SIDE]
 _WHERE = {
     "Handle": "handle",
     "LoRA": "lora",
+    "ReLoRA": "relora",
+    "Shelf": "shelf",
     "QST": "qst",
     "S2A": "s2a",
     "S2FT": "s2ft",

@@ -24,6 +24,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "olora": {"init": "olora"},
     "pissa": {"init": "pissa"},
     "gradnormlorp": {"reparam": "weightnorm"},
+    "relora": {"init": "kaiming", "reparam": "plain"},
 }
 _SHARED = ("r", "alpha", "scale", "targets", "dropout", "embeddings", "head", "init")
 
@@ -43,14 +44,20 @@ _NORMS = "16 r (inputs + outputs) + 16 outputs bytes a layer, and its product on
 
 
 def _preset(
-    name: str, summary: str, saves: str, paper: Paper, recipe: str = "", options: Mapping[str, Option] | None = None
+    name: str,
+    summary: str,
+    saves: str,
+    paper: Paper,
+    recipe: str = "",
+    options: Mapping[str, Option] | None = None,
+    where: str = "skimp.adapters.lora:LoRA",
 ) -> Facts:
     fixed = PRESETS[name]
     return Facts(
         name=name,
         kind="adapter",
         summary=summary,
-        where="skimp.adapters.lora:LoRA",
+        where=where,
         attacks=("gradients", "optimizer"),
         exact=False,
         saves=_FLOATS + saves,
@@ -117,6 +124,18 @@ LOW_RANK: list[Facts] = [
         ),
         recipe="adapter: {name: gradnormlorp, r: 8, alpha: 16}\noptimizer: {name: galore, rank: 4, refresh: 200}",
         options={"r": Option(8, "Rank of every addition.", least=1)},
+    ),
+    _preset(
+        "relora",
+        "LoRA whose product goes into the weight every so many steps and begins anew: updates of high rank at the "
+        "states of a low one",
+        _LORA,
+        Paper("ReLoRA: High-Rank Training Through Low-Rank Updates", 2023, "2307.05695"),
+        options={
+            "every": Option(1000, "Optimizer steps between two restarts.", least=1),
+            "warmup": Option(100, "Steps over which the learning rate rises after a restart.", least=0),
+        },
+        where="skimp.adapters.relora:ReLoRA",
     ),
 ]
 #: Every name of the family.

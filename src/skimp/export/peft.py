@@ -24,7 +24,7 @@ from skimp.adapters.merge import MAGNITUDE, A, B
 from skimp.adapters.spec import Spec
 from skimp.adapters.targets import is_transposed, linear_layers
 from skimp.core.errors import CheckpointError, ModelError
-from skimp.core.structure import Structure
+from skimp.core.structure import Structure, read_structure
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 #: In the safetensors header: the fingerprint of the base the adapter was trained on, and the dtype it was taken in.
@@ -168,6 +168,20 @@ def read_spec(
         ranks=ranks,
         reparam="dora" if config.get("use_dora") else "plain",
     )
+
+
+def read_peft(
+    folder: Path | str, model: nn.Module, structure: Structure | None = None
+) -> tuple[Spec, dict[str, Tensor]]:
+    """A saved adapter as a spec and tensors by their names in the model: for `adapters.Shelf.add`.
+
+    Raises:
+        ModelError: as `read_spec`.
+    """
+    folder = Path(folder)
+    spec = read_spec(folder, model, structure or read_structure(model), dropout=0.0, seed=0, full=(False, False))
+    with safe_open(folder / TENSORS, framework="pt") as file:
+        return spec, {name: file.get_tensor(written_name(name)) for name in saved_shapes(folder)}
 
 
 def load_peft(folder: Path, lora: LoRA) -> None:
