@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from skimp.adapters.lora import LoRA
+from skimp.adapters.spec import Spec
 from skimp.adapters.targets import TargetError
 from skimp.core.codecs import NF4
 from skimp.core.coded_model import linear_layers
 from skimp.core.exact import ExactChoices
 from skimp.core.structure import read_structure
+from skimp.export.peft import write_peft
 from skimp.plan.adapted import for_few_blocks
 from skimp.plan.make import make_plan
 from skimp.plan.simulate import simulate
 from skimp.recipe import load_recipe
-from skimp.run.skeleton import skeleton
+from skimp.run.skeleton import materialise, skeleton
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
@@ -114,3 +118,14 @@ def test_a_coded_base_counts_the_weights_it_stands_for_and_the_bytes_it_takes() 
     dense = sum(4 * layer.weight.numel() for layer in layers)
     packed = sum(NF4().nbytes(layer.weight.shape) for layer in layers)
     assert plain.resting["weights"] - coded.resting["weights"] == dense - packed
+
+
+def test_a_continued_adapter_is_planned_as_the_same_one_begun(tmp_path: Path) -> None:
+    model = skeleton(CONFIG, torch.float32)
+    materialise(model, torch.float32, lambda shape, kind: torch.zeros(shape, dtype=kind))
+    write_peft(tmp_path / "adapter", LoRA(model, Spec(r=5)), base_name="x")
+    begun, continued = recipe("adapter={r: 5}"), recipe(f"adapter={{from: {tmp_path / 'adapter'}}}")
+    few = for_few_blocks(continued, CONFIG).adapter
+    assert (few.source, few.r, few.alpha) == (None, 5, 32.0)
+    plans = [make_plan(asked, CONFIG, memory=10**10) for asked in (begun, continued)]
+    assert plans[0].profile.peak_bytes == plans[1].profile.peak_bytes

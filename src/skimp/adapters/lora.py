@@ -289,15 +289,16 @@ class LoRA(Handle):
                 raise EffectError(asked, f"no {part} moved", f"it {why}, so it has a gradient")
 
 
-def few_blocks(spec: Spec, model: nn.Module, structure: Structure) -> dict[str, Any]:
-    """Keys of a recipe that put what any block gets on every block, at the largest rank; none where all are alike."""
+def few_blocks(spec: Spec, model: nn.Module, structure: Structure, saved: bool = False) -> dict[str, Any]:
+    """Keys of a recipe that put what any block gets on every block, at the largest rank; none where all are alike, but
+    of a `saved` adapter, whose keys the recipe does not have."""
     wanted, inside = [], {index: set[str]() for index in range(len(structure.blocks))}
     for name in match(model, structure, spec.targets):
         index = structure.block_of(name)
         wanted.append(name if index is None else name[len(structure.blocks[index]) + 1 :])
         if index is not None:
             inside[index].add(wanted[-1])
-    if not spec.ranks and all(names == inside[0] for names in inside.values()):
+    if not saved and not spec.ranks and all(names == inside[0] for names in inside.values()):
         return {}
     return {
         "targets": tuple(dict.fromkeys(wanted)),

@@ -63,7 +63,7 @@ def few_blocks(recipe: Any, model: nn.Module, structure: Structure) -> dict[str,
     """Keys of `adapter:` to change so that every block of a model cut to a few gets what any block gets."""
     asked = recipe.adapter
     if asked.source is not None:
-        return {"source": None, **lora_in_few(saved_spec(recipe, model, structure), model, structure)}
+        return {"source": None, **lora_in_few(saved_spec(recipe, model, structure), model, structure, saved=True)}
     keys = {**asked.asked(), "seed": recipe.train.seed}
     changes: dict[str, Any] = load(asked.name, "adapter").few(keys, model, structure)
     return changes
