@@ -21,7 +21,8 @@ SHORT := train.steps=3 data.seq_len=128 train.batch_tokens=512 eval.tokens=1024
 .PHONY: help install native train quickstart-short test test-all test-triton lint format types docs docs-serve \
         bench-hf bench-attach bench-lora bench-side bench-nf4 bench-s2ft bench-galore bench-oracle bench-plan \
         bench-memtracker bench-ladder \
-        bench-accuracy bench-optim bench-offload bench-long bench-step-time bench-gpu bench-kills bench-faults bench-loggers \
+        bench-accuracy bench-optim bench-offload bench-long bench-step-time bench-gpu bench-kernels bench-gpu-kernels \
+        bench-kills bench-faults bench-loggers \
         pictures clean
 
 help:  ## this list
@@ -148,6 +149,13 @@ bench-step-time: install  ## predicted against measured seconds of a step over p
 
 bench-gpu: install  ## plan against a card: allocated and reserved peaks of twenty configurations
 	$(BIN)/python benchmarks/gpu_truth.py $(ARGS)
+
+bench-kernels: install  ## block-sparse attention and the loss head against PyTorch's own, on this CPU
+	$(BIN)/python benchmarks/s2_attention.py
+	$(BIN)/python benchmarks/loss_head.py
+
+bench-gpu-kernels: install  ## Triton kernels on a card: correctness, and time against eager, torch.compile, liger-kernel
+	$(BIN)/python benchmarks/gpu_kernels.py $(ARGS)
 
 bench-kills: install  ## kill a run twenty times; the weights must come out bit-equal
 	$(BIN)/python benchmarks/kills.py $(ARGS)

@@ -38,22 +38,40 @@ for case in [c for c in CASES if c.quick == (sys.argv[1] == "quick")]:
 json.dump(found, sys.stdout)
 """
 
+SPARSE = """
+import torch
+from skimp.kernels.block_pattern import BlockPattern
+from skimp.kernels.sparse_attention import sparse_attention_reference
+from skimp.kernels.triton.sparse import sparse_attention
+for heads, kv, seq, dim, pattern in (
+    (4, 2, 43, 16, BlockPattern(2, 16, 1, 2)), (2, 2, 40, 32, BlockPattern(2, 16, 1, 3, offset=1, dense_heads=1)),
+):
+    g = torch.Generator().manual_seed(0)
+    given = [torch.randn(2, h, seq, dim, generator=g) for h in (heads, kv, kv)]
+    a, b = [t.clone().requires_grad_() for t in given], [t.double().requires_grad_() for t in given]
+    y, z = sparse_attention(*a, pattern), sparse_attention_reference(*b, pattern)
+    up = torch.randn(y.shape, generator=g)
+    found, wanted = torch.autograd.grad(y, a, up), torch.autograd.grad(z, b, up.double())
+    for one, other in zip((y, *found), (z, *wanted), strict=True):
+        assert (one.detach().double() - other).abs().max() < 2e-6 * other.abs().max()
+print("right")
+"""
+
 
 @cache
 def found(quick: bool) -> dict[str, str]:
     """What each row says: nothing when it is right."""
+    return dict(json.loads(interpreted(ROWS, "quick" if quick else "rest")))
+
+
+def interpreted(code: str, *words: str) -> str:
+    """What a process with Triton's interpreter prints."""
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-c", ROWS, "quick" if quick else "rest"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        timeout=280,
-    )
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(done.stdout))
+    return done.stdout
 
 
 def check(case: Case) -> None:
@@ -77,6 +95,11 @@ def test_triton_values_and_gradients(case: Case) -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if not c.quick], ids=str)
 def test_triton_values_and_gradients_of_the_whole_table(case: Case) -> None:
     check(case)
+
+
+@needs_triton
+def test_block_sparse_attention_in_triton_is_masked_attention() -> None:
+    assert interpreted(SPARSE).strip() == "right"
 
 
 def test_triton_is_imported_by_its_own_forms_alone() -> None:
