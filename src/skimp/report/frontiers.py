@@ -12,7 +12,7 @@ from skimp.report.frontier_picture import on_cpu
 from skimp.report.svg import Scale, line, number, picture, text, ticks
 
 WIDTH, HEIGHT = 760, 430
-LEFT, RIGHT, TOP, BOTTOM = 64, 740, 74, 372
+LEFT, RIGHT, TOP, BOTTOM = 64, 740, 92, 372
 #: Told apart by people who see few colours, and in grey by their order.
 COLOURS = ("#1f5fbf", "#c2571a", "#2f8f6f", "#8a3ffc", "#6f6f6f")
 STYLE = """<style>text{font:12px sans-serif;fill:#1b1f23}.t{font-weight:bold}.g{stroke:#e3e6e9}
@@ -38,9 +38,10 @@ def frontiers_svg(plans: Sequence[Mapping[str, Any]], title: str, names: Sequenc
     margin = 0.08 * (slowest - fastest or slowest)
     y = Scale(max(0.0, fastest - margin), slowest + margin, BOTTOM, TOP)
     parts = [STYLE, text(LEFT, 20, title, "t"), text(LEFT, TOP - 8, "seconds of a step")]
-    for value in ticks(y.low, y.high, 6):
-        parts += [line(LEFT, y(value), RIGHT, y(value), "g"), text(LEFT - 6, y(value) + 4, number(value), "", "end")]
-    parts += [text(x(value), BOTTOM + 18, number(value), "", "middle") for value in ticks(x.low, x.high, 8)]
+    for value, label in _labelled(ticks(y.low, y.high, 6)):
+        parts += [line(LEFT, y(value), RIGHT, y(value), "g"), text(LEFT - 6, y(value) + 4, label, "", "end")]
+    across = _labelled(ticks(x.low, x.high, 8))
+    parts += [text(x(value), BOTTOM + 18, label, "", "middle") for value, label in across]
     where = "GB of the whole process" if on_cpu(plans[0]) else "GB reserved on the card"
     parts.append(text((LEFT + RIGHT) / 2, HEIGHT - 12, where, "", "middle"))
     drawn: list[list[tuple[float, float]]] = []
@@ -62,6 +63,11 @@ def frontiers_svg(plans: Sequence[Mapping[str, Any]], title: str, names: Sequenc
         parts.append(f'<rect x="{at}" y="{level - 9}" width="10" height="10" fill="{colour}"/>')
         parts.append(text(at + 16, level, f"{name}: {verdict}"))
     return picture(WIDTH, HEIGHT, parts, title)
+
+
+def _labelled(values: list[float]) -> list[tuple[float, str]]:
+    step = values[1] - values[0] if len(values) > 1 else 0.0
+    return [(value, number(value, step)) for value in values]
 
 
 def _steps(points: Sequence[tuple[float, float]], x: Scale, y: Scale) -> str:
