@@ -18,6 +18,10 @@ from skimp.plan.places import Places
 from skimp.plan.search import Candidate
 
 
+#: Points nearer than such a part of the whole frontier's bytes get no mixtures between them.
+FINEST = 50
+
+
 @dataclass(frozen=True)
 class Point:
     """A run: its exact choices, the bytes that a budget is compared with, the seconds of a step."""
@@ -79,7 +83,10 @@ def _undominated(found: Sequence[Candidate], where: Places) -> list[Candidate]:
 
 def _between(search: MixedSearch, kept: Sequence[Candidate]) -> Iterator[Candidate]:
     """The fastest mixtures that take less than a point of the frontier, in its row and in that of the next smaller."""
+    least = (kept[-1].peak - kept[0].peak) // FINEST if kept else 0
     for smaller, larger in pairwise(kept):
+        if larger.peak - smaller.peak < least:
+            continue  # nothing that a picture would show lies between them
         for row, policy in dict.fromkeys((plain(c.exact), c.exact.malloc) for c in (smaller, larger)):
             found = search.mixture(row, policy, search.budgets[policy][0] - larger.peak + 1)
             if found is not None:
