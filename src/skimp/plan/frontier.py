@@ -17,7 +17,6 @@ from skimp.plan.mixed import MixedSearch, plain
 from skimp.plan.places import Places
 from skimp.plan.search import Candidate
 
-
 #: Points nearer than such a part of the whole frontier's bytes get no mixtures between them.
 FINEST = 50
 
