@@ -132,8 +132,9 @@ def test_foreign_codes_and_second_adapter_are_refused(make_tiny: Callable[..., A
         S2FT(model, S2FTSpec(d=0.1))
     down.weight = weight
     handle = S2FT(model, S2FTSpec(d=0.1))
-    with pytest.raises(ConflictError, match="one addition a layer"):
-        S2FT(model, S2FTSpec(o=0.5))
+    for make in (lambda: S2FT(model, S2FTSpec(o=0.5)), lambda: LoRA(model)):
+        with pytest.raises(ConflictError, match="one addition a layer"):
+            make()
     handle.detach()
     LoRA(model)
     with pytest.raises(ConflictError, match="has an adapter"):

@@ -29,7 +29,7 @@ from skimp.adapters.layer import LowRank, sizes
 from skimp.adapters.lora_peft import config_of, tensors_of
 from skimp.adapters.merge import MAGNITUDE, A, B, Merged, Sums, largest_gap
 from skimp.adapters.spec import ALL_LINEAR, Spec
-from skimp.adapters.targets import TargetError, match
+from skimp.adapters.targets import TargetError, adapted, match
 from skimp.core.coded_model import refuse_coded
 from skimp.core.errors import ConflictError, EffectError
 from skimp.core.read import read
@@ -65,7 +65,7 @@ class LoRA(Handle):
         self.model = model
         self.spec = spec or Spec()
         self.structure = structure or read_structure(model)
-        taken = next((n for n, m in model.named_modules() if A in m._parameters), None)
+        taken = adapted(model, self.structure)
         if taken is not None:
             raise ConflictError(
                 "a LoRA adapter on this model",

@@ -29,7 +29,7 @@ from skimp.adapters.merge import Merged, largest_gap
 from skimp.adapters.partial_linear import Where, sliced_linear
 from skimp.adapters.s2ft_adapter import SliceAdapter, add_slice, slice_of
 from skimp.adapters.s2ft_select import KINDS, S2FTSpec, Slice, choose, units_of
-from skimp.adapters.targets import is_transposed
+from skimp.adapters.targets import adapted, is_transposed
 from skimp.core.coded_linear import CodedLinear
 from skimp.core.coded_model import refuse_coded
 from skimp.core.errors import ConflictError, EffectError
@@ -103,7 +103,7 @@ class S2FT(Handle):
         return changes
 
     def _check(self, slices: Mapping[str, Slice], permuted: bool) -> None:
-        taken = next((n for n, m in self.model.named_modules() if {DELTA, "lora_A"} & m._parameters.keys()), None)
+        taken = adapted(self.model, self.structure)
         if taken is not None:
             raise ConflictError(
                 "S2FT on this model",

@@ -16,11 +16,17 @@ from skimp.core.coded_model import is_transposed, linear_layers
 from skimp.core.errors import SkimpError, did_you_mean
 from skimp.core.structure import Structure
 
-__all__ = ["TargetError", "is_transposed", "linear_layers", "match"]
+__all__ = ["TargetError", "adapted", "is_transposed", "linear_layers", "match"]
 
 
 class TargetError(SkimpError):
     """Targets that match nothing, or only in part, or what is no linear layer."""
+
+
+def adapted(model: nn.Module, structure: Structure) -> str | None:
+    """The first linear layer that has parameters beside its weight and bias, hence an adapter; None without one."""
+    layers = linear_layers(model, structure).items()
+    return next((name for name, module in layers if module._parameters.keys() - {"weight", "bias"}), None)
 
 
 def match(model: nn.Module, structure: Structure, targets: str | Sequence[str]) -> dict[str, str]:
