@@ -56,11 +56,12 @@ def plain(budget: int) -> dict[str, Any]:
     rest = resident().now
     peaks: dict[int, int] = {}
 
-    def fits(seq: int) -> bool:
+    def measure(seq: int) -> tuple[int, bool]:
         peaks[seq] = plain_peak(config, seq)
-        return peaks[seq] + rest <= budget
+        above = peaks[seq] + rest - budget
+        return above, above <= 0
 
-    found = largest(fits, 1 << 16, STEP)
+    found = largest(measure, 1 << 16, STEP)
     return {"seq": found, "tracked": peaks.get(found or 0), "baseline": rest}
 
 
