@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skimp.core.option import Option
-from skimp.core.registry import Facts, Paper
+from skimp.core.registry import Conflict, Facts, Paper
 
 INITS = ("kaiming", "gaussian", "olora", "pissa", "pissa-fast")
 REPARAMS = ("plain", "dora", "weightnorm")
@@ -42,6 +42,12 @@ _LORA = "16 r (inputs + outputs) bytes a layer. Activations stay: go with recomp
 _ORIGIN = "20 r (inputs + outputs) bytes a layer (16 for what trains, 4 for what it began with)"
 _NORMS = "16 r (inputs + outputs) + 16 outputs bytes a layer, and its product once more in backward"
 
+_CODED = Conflict(
+    "the product goes into the weight at every restart: a coded weight would be quantised anew each time, and what is "
+    "below half a step of its codes would be lost",
+    "adapter=lora on the coded base, or relora on a dense one",
+)
+
 
 def _preset(
     name: str,
@@ -51,6 +57,7 @@ def _preset(
     recipe: str = "",
     options: Mapping[str, Option] | None = None,
     where: str = "skimp.adapters.lora:LoRA",
+    conflicts: Mapping[str, Conflict] | None = None,
 ) -> Facts:
     fixed = PRESETS[name]
     return Facts(
@@ -64,6 +71,7 @@ def _preset(
         paper=paper,
         stages=("fine-tuning",),
         recipe=recipe,
+        conflicts=conflicts or {},
         options={**{k: o for k, o in _OPTIONS.items() if k not in fixed}, **(options or {})},
         shared=(*(key for key in _SHARED if key not in fixed), *(("from",) if name == "lora" else ())),
     )
@@ -136,6 +144,7 @@ LOW_RANK: list[Facts] = [
             "warmup": Option(100, "Steps over which the learning rate rises after a restart.", least=0),
         },
         where="skimp.adapters.relora:ReLoRA",
+        conflicts=dict.fromkeys(("nf4", "int8", "int4", "sketch"), _CODED),
     ),
 ]
 #: Every name of the family.

@@ -123,7 +123,8 @@ class ReLoRA(LoRA):
             add_products(layer.weight, layer.pairs())
             a, b = layer.module.lora_A, layer.module.lora_B
             if not is_simulated(a):
-                a.copy_(draw(self.spec.init, *a.shape, self.spec.seed, f"{name}.{A}.{self.restarts}", a))
+                rank, inputs = a.shape
+                a.copy_(draw(self.spec.init, rank, inputs, self.spec.seed, f"{name}.{A}.{self.restarts}", a))
             b.zero_()
         if optimizer is None:
             return
