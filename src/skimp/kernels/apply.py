@@ -57,7 +57,7 @@ class Fused:
         if not library.available():
             return
         self.rotary = FusedRotary(model)
-        gated: set[nn.Module] = set()
+        gated: set[Any] = set()
         for module in model.modules():
             norm, gate = self._norm(module), _gate(module)
             if norm is not None:
@@ -116,6 +116,7 @@ class Fused:
 
     def _norm(self, module: Any) -> Callable[..., Tensor] | None:
         name, plain = type(module).__name__, module.forward
+        run: Callable[[Tensor], Tensor]
         if name in PLAIN_NORMS:
             run = lambda x: rms_norm(x, module.weight, module.variance_epsilon)
         elif name in OFFSET_NORMS:

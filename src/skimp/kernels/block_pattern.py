@@ -141,7 +141,8 @@ def lets_go_for_good(allowed: Any, blocks: int) -> bool:
 
 @lru_cache(maxsize=64)
 def _listed(pattern: BlockPattern, blocks: int) -> tuple[Any, Any]:
-    starts, columns = [], []
+    starts: list[int] = []
+    columns: list[int] = []
     for g in range(pattern.heads):
         for i in range(blocks):
             starts.append(len(columns))

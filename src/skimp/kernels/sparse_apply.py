@@ -127,8 +127,8 @@ class SparseAttention:
     ) -> Tensor:
         """Each document by itself, its blocks counted from its own start, as when it is alone."""
         parts = [
-            sparse_attention(*(t[row : row + 1, :, a:b] for t in (query, key, value)), self.pattern, scale)
-            for a, b in pairwise(cuts)
+            sparse_attention(query[cut], key[cut], value[cut], self.pattern, scale)
+            for cut in ((slice(row, row + 1), slice(None), slice(a, b)) for a, b in pairwise(cuts))
         ]
         return torch.cat(parts, 2)
 
@@ -155,7 +155,8 @@ def over_a_past(query: Tensor, key: Tensor, value: Tensor, pattern: BlockPattern
     if pattern.stride is not None:
         seen |= (j + head * pattern.step + pattern.offset) % pattern.stride == 0
     seen &= (places.unsqueeze(1) <= at) & (places.unsqueeze(1) >= 0)
-    grouped = query.unflatten(1, (heads, -1))  # rows, key heads, group, n, dim
-    scores = grouped @ key.unsqueeze(2).transpose(3, 4) * (query.shape[3] ** -0.5 if scale is None else scale)
+    rows, every, _, dim = query.shape
+    grouped = query.reshape(rows, heads, every // heads, count, dim)
+    scores = grouped @ key.unsqueeze(2).transpose(3, 4) * (dim**-0.5 if scale is None else scale)
     weights = torch.softmax(scores.float().masked_fill(~seen.unsqueeze(1), float("-inf")), -1).to(value.dtype)
     return (weights @ value.unsqueeze(2)).flatten(1, 2)

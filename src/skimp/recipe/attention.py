@@ -10,8 +10,7 @@ from pydantic_core import CoreSchema
 from skimp.core.errors import SkimpError
 from skimp.core.registry import Facts, facts
 from skimp.recipe.adapter import read_keys
-from skimp.recipe.fields import Section, Words
-from skimp.recipe.model import or_text
+from skimp.recipe.fields import Section, Words, or_text
 
 
 class Attention(Section):

@@ -81,17 +81,17 @@ class _Gate(torch.autograd.Function):
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, both of one shape."""
-    y: Tensor = _Gate.apply(gate, up, SILU)  # type: ignore[no-untyped-call]
+    y: Tensor = _Gate.apply(gate, up, SILU)
     return y
 
 
 def geglu(gate: Tensor, up: Tensor, by_tanh: bool = False) -> Tensor:
     """gelu(gate) * up, both of one shape."""
-    y: Tensor = _Gate.apply(gate, up, BY_TANH if by_tanh else EXACT)  # type: ignore[no-untyped-call]
+    y: Tensor = _Gate.apply(gate, up, BY_TANH if by_tanh else EXACT)
     return y
 
 
 def gelu(x: Tensor, by_tanh: bool = False) -> Tensor:
     """x times the normal distribution at x, or its approximation by tanh; any shape."""
-    y: Tensor = _Gate.apply(x, None, BY_TANH if by_tanh else EXACT)  # type: ignore[no-untyped-call]
+    y: Tensor = _Gate.apply(x, None, BY_TANH if by_tanh else EXACT)
     return y

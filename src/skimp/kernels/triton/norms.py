@@ -133,11 +133,11 @@ class _Norm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `skimp.kernels.fused.rms_norm`: x (…, n), weight (n,)."""
-    y: Tensor = _Norm.apply(x, weight, None, eps)  # type: ignore[no-untyped-call]
+    y: Tensor = _Norm.apply(x, weight, None, eps)
     return y
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """As `skimp.kernels.layer_norm.layer_norm`: x (…, n), weight and bias (n,)."""
-    y: Tensor = _Norm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
+    y: Tensor = _Norm.apply(x, weight, bias, eps)
     return y

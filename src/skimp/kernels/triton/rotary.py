@@ -57,10 +57,11 @@ class _Rotary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return _launch(dy, *ctx.saved_tensors, True), None, None
+        cos, sin = ctx.saved_tensors
+        return _launch(dy, cos, sin, True), None, None
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """As `skimp.kernels.rotary.rotary`: x (rows, heads, seq, dim), cos and sin (1 or rows, seq, dim)."""
-    y: Tensor = _Rotary.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    y: Tensor = _Rotary.apply(x, cos, sin)
     return y

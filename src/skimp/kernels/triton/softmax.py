@@ -91,5 +91,5 @@ class _Softmax(torch.autograd.Function):
 
 def softmax(x: Tensor, softcap: float | None = None) -> Tensor:
     """Softmax over the last dimension of x, capped before where `softcap` is given."""
-    p: Tensor = _Softmax.apply(x, softcap or 0.0)  # type: ignore[no-untyped-call]
+    p: Tensor = _Softmax.apply(x, softcap or 0.0)
     return p

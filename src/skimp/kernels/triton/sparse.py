@@ -171,5 +171,5 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, pattern: BlockPattern, sca
     for what, size in (("block", pattern.block), ("head", dim)):
         if size < 16 or size & (size - 1):
             raise SkimpError(f"a {what} of 16, 32, 64 or 128 for the Triton form", f"{size}", instead="64")
-    y: Tensor = _Sparse.apply(q, k, v, pattern, dim**-0.5 if scale is None else scale)  # type: ignore[no-untyped-call]
+    y: Tensor = _Sparse.apply(q, k, v, pattern, dim**-0.5 if scale is None else scale)
     return y
