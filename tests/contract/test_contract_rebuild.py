@@ -50,8 +50,14 @@ def test_a_rebuilt_run_goes_on_like_one_that_was_built_so(technique: str, style:
             with torch.no_grad():
                 for (_, mine), (_, theirs) in zip(oracle.parameters(), carried.parameters(), strict=True):
                     mine.copy_(theirs)
+                for mine, theirs in zip(oracle.model.buffers(), carried.model.buffers(), strict=True):
+                    mine.copy_(theirs)  # codes of a frozen base, vectors of a spectrum
             flat = {f"{n}.{k}": v for n, k, v in carried.optimizer.named_state()}
             oracle.optimizer.load_named_state(flat, {n for n, _, _ in carried.optimizer.named_state()})
+            oracle.events.load_state_dict(carried.events.state_dict())
+            if oracle.adapter is not None and carried.adapter is not None:
+                oracle.adapter.load_values(carried.adapter.values())
+                oracle.adapter.load({n: t.clone() for n, t in carried.adapter.named_state()}.__getitem__)
             oracle.delivery.step_index = carried.delivery.step_index  # dropout is addressed by it
         assert train(living, row, 2, first=2 * index) == train(oracle, row, 2, first=2 * index)
         assert living.delivery.step_index == 2 * index + 2
