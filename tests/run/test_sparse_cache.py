@@ -125,3 +125,15 @@ def test_what_a_recipe_asks_for_is_held_against_the_models_key_heads(tmp_path: P
         asked("{name: s2}")
     with pytest.raises(ConflictError, match="every block is dense"):
         SparseAttention(skeleton(CONFIG, torch.float32), structure, PATTERN, range(3))
+
+
+def test_a_card_says_what_another_program_would_do_wrong() -> None:
+    from types import SimpleNamespace
+
+    from skimp.export.card import _attention
+
+    values = {"model": "x", "data": {"train": "pydoc", "seq_len": 64}, "output": "o", "train": {"batch_tokens": 64}}
+    given = load_recipe(values, ["attention={block: 16, local: 2, stride: 2}"])
+    said = _attention(SimpleNamespace(recipe=given))  # type: ignore[arg-type]
+    assert "the first 32\ntokens" in said
+    assert _attention(SimpleNamespace(recipe=load_recipe(values))) == ""  # type: ignore[arg-type]

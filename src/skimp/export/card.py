@@ -28,6 +28,7 @@ def model_card(found: Found, layout: Any, target: Path) -> str:
         f"A causal language model of {parameters:,} parameters ({str(layout.dtype).removeprefix('torch.')}), "
         f"written by skimp {skimp.__version__} from {found.why}.",
         _load(target),
+        _attention(found),
         *_training(found),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -49,6 +50,7 @@ from transformers import AutoModelForCausalLM
 base = AutoModelForCausalLM.from_pretrained("{base}")
 model = PeftModel.from_pretrained(base, "{target.name}")
 ```""",
+        _attention(found),
         *_training(found),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -88,6 +90,19 @@ skimp generate {target.name} "Once upon a time"
 skimp eval {target.name} --data FILE
 lm_eval --model hf --model_args pretrained={target.name} --tasks TASK
 ```"""
+
+
+def _attention(found: Found) -> str:
+    """What a program that knows nothing of the pattern has to be told; empty for a model with its own attention."""
+    if found.recipe is None or found.recipe.attention is None:
+        return ""
+    options = found.recipe.attention.options()
+    keys = ", ".join(f"{key} {value}" for key, value in options.items())
+    return f"""## Its attention
+
+Trained with `attention: {found.recipe.attention.name}` ({keys}): heads see a window and every {options["stride"]}th block.
+Programs that know nothing of it attend to everything, and then only the first {options["local"] * options["block"]:,}
+tokens of a text are as in training. skimp uses it from the run's folder."""
 
 
 def _training(found: Found) -> list[str]:

@@ -77,6 +77,13 @@ def export_gguf(
         raise ModelError(f"a GGUF file at {target}", f"a name ending in '{target.suffix}'", instead=f"{target}.gguf")
     kind = str(found.config["model_type"])
     check_gguf_family(kind, "--to gguf", f"a model of type '{kind}'", "--to merged: a folder for transformers")
+    if found.recipe is not None and found.recipe.attention is not None:
+        raise ModelError(
+            "--to gguf",
+            f"a model trained with attention: {found.recipe.attention.name}",
+            "llama.cpp would attend to everything, which it was not trained for",
+            "--to merged: its card says what to mind",
+        )
     if importlib.util.find_spec("gguf") is None:
         raise ModelError("--to gguf", "the package 'gguf' is not installed", instead="pip install 'skimp[gguf]'")
     if dtype is not None and dtype not in ENCODINGS:
