@@ -80,8 +80,10 @@ class Codes:
         last = None if self._last is None else self._last()
         if last is not None:
             return last
-        then = self._then
-        parts = {name: part if then is None else then.unpack(part) for name, part in self._parts.items()}
+        parts: dict[str, Tensor] = {
+            name: part if isinstance(part, Tensor) else self._then.unpack(part)  # type: ignore[union-attr]
+            for name, part in self._parts.items()
+        }
         out = parts["codes"].new_empty(tuple(self.shape), dtype=self.dtype)
         for row in rounds(range(self.shape[0])):
             for start, stop in self._pieces():
