@@ -100,7 +100,7 @@ def _attention(found: Found) -> str:
     keys = ", ".join(f"{key} {value}" for key, value in options.items())
     return f"""## Its attention
 
-Trained with `attention: {found.recipe.attention.name}` ({keys}): a window and every {options["stride"]}th block.
+Trained with `attention: {found.recipe.attention.name}` ({keys}): a window and one block in {options["stride"]}.
 Programs that know nothing of it attend to everything, and then only the first {options["local"] * options["block"]:,}
 tokens of a text are as in training. skimp uses it from the run's folder."""
 
