@@ -26,7 +26,7 @@ SHORT := train.steps=3 data.seq_len=128 train.batch_tokens=512 eval.tokens=1024
         pictures clean
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
+	@grep -hE '^[a-z0-9-]+:.*##' Makefile | sed -E 's/^([a-z0-9-]+):.*## */  make \1\t/' | expand -t 26
 
 # ---------------------------------------------------------------------------------------------------- install
 # pip, and not python, is the target: where a system Python lacks ensurepip, `venv` leaves a python behind and no pip.

@@ -13,7 +13,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from skimp.core.registry import Facts, alternatives, methods
+from skimp.core.registry import Facts, alternatives, conflict_of, methods, refusal
 from skimp.core.source import docstring
 from skimp.recipe.keys import held_section
 
@@ -101,10 +101,8 @@ def pairs_page(known: Mapping[str, Facts]) -> str:
     """Every two methods: together, or why not. Drawn from the refusals that runs make."""
     names = sorted(known)
     number = {name: i + 1 for i, name in enumerate(names)}
-    refused = {
-        (a, b): c for a, b in combinations(names, 2) if (c := known[a].conflicts.get(b) or known[b].conflicts.get(a))
-    }
     either = {pair for pair in combinations(names, 2) if alternatives(*pair)}
+    refused = {pair: c for pair in combinations(names, 2) if pair not in either and (c := conflict_of(*pair))}
     count = len(names) * (len(names) - 1) // 2 - len(either)
     lines = [
         "# What goes with what",
@@ -156,10 +154,7 @@ def method_page(facts: Facts, known: Mapping[str, Facts]) -> str:
     lines = [f"# {facts.name}", "", sentence(facts.summary), "", "| | |", "|---|---|"]
     lines += [f"| **{name}** | {cell(value)} |" for name, value in rows if value]
     lines += ["", "## Goes with", ""]
-    against = {
-        **{n: f.conflicts[facts.name] for n, f in known.items() if facts.name in f.conflicts},
-        **facts.conflicts,
-    }
+    against = {name: c for name, other in known.items() if name != facts.name and (c := refusal(facts, other))}
     if against:
         lines += ["Everything but:", "", "| method | why not | instead |", "|---|---|---|"]
         lines += [f"| {link(n, known)} | {cell(c.reason)} | {cell(c.instead)} |" for n, c in sorted(against.items())]

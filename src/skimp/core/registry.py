@@ -194,7 +194,12 @@ def conflict_of(one: str, other: str) -> Conflict | None:
     """Why two methods cannot go together, whichever of them says so; None where they can."""
     if alternatives(one, other):
         return Conflict(*_ALTERNATIVES["update rule" if _part_of_another(one, other) else facts(one).kind])
-    return _said(facts(one), facts(other)) or _said(facts(other), facts(one))
+    return refusal(facts(one), facts(other))
+
+
+def refusal(one: Facts, other: Facts) -> Conflict | None:
+    """What either says against the other, by its name or for all of its kind."""
+    return _said(one, other) or _said(other, one)
 
 
 def _said(one: Facts, other: Facts) -> Conflict | None:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from skimp.core.errors import CheckpointError, SkimpError
+from skimp.core.lock import LOCK
 from skimp.recipe.host import host_budget
 from skimp.run.checkpoint_folder import complete_steps, problem, step_of
-from skimp.run.folder import LOCK, RUN
+from skimp.run.folder import RUN
 from skimp.run.vitals import CRASH, boot_id, oom_kills, process_birth, process_state, read
 
 #: Running; stopped by SIGSTOP or Ctrl-Z; on another machine; gone; a folder that does not tell.
