@@ -5,10 +5,6 @@ from __future__ import annotations
 from skimp.core.option import Option
 from skimp.core.registry import Conflict, Facts, Paper
 
-_FLOAT32 = Conflict(
-    "what trains beside a bfloat16 base is float32, where no update is lost and nothing has to be rounded at random",
-    "optimizer: adamw; with precision: bf16 the base alone is bfloat16",
-)
 _NO_CODES = Conflict(
     "spectra take the place of the weights and all of them train; codes are frozen",
     "adapter: lora on the coded base, or sst on a dense one",
@@ -34,7 +30,6 @@ SLICES: list[Facts] = [
             "S2FT: Efficient, Scalable and Generalizable LLM Fine-tuning by Structured Sparsity", 2024, "2412.06289"
         ),
         stages=("fine-tuning",),
-        conflicts={"adamw-bf16": _FLOAT32},
         options={
             "v": Option(0.0, "Share of the key/value heads whose rows of the value projection train.", least=0, most=1),
             "o": Option(
@@ -71,7 +66,7 @@ SLICES: list[Facts] = [
             "Sparse Spectral Training and Inference on Euclidean and Hyperbolic Neural Networks", 2024, "2405.15481"
         ),
         conflicts={
-            **dict.fromkeys(("bf16", "adamw-bf16"), _LENGTH_ONE),
+            "bf16": _LENGTH_ONE,
             **dict.fromkeys(("nf4", "int8", "int4"), _NO_CODES),
         },
         shared=("targets",),

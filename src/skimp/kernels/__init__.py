@@ -6,9 +6,15 @@ import importlib
 from typing import Any
 
 from skimp.core.option import Option
-from skimp.core.registry import Facts, Paper
+from skimp.core.registry import Conflict, Facts, Paper
 
 _LIGER = Paper("Liger Kernel: Efficient Triton Kernels for LLM Training", 2024, "2410.10989")
+
+_ROUNDED_ONCE = Conflict(
+    "in one pass a turned number is rounded to bfloat16 once, in the plain form after every product and sum: an exact "
+    "kernel changes no bit",
+    "precision: fp32; with bfloat16 weights positions turn in the plain form, the other kernels stay",
+)
 
 FACTS: list[Facts] = [
     Facts(
@@ -51,6 +57,7 @@ FACTS: list[Facts] = [
         saves="nothing that is kept; time (about sixteen passes over queries and keys become two) and what they held",
         paper=Paper("RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, "2104.09864"),
         needs=("float32 on a CPU", "the native kernels (python -m skimp.kernels.native)"),
+        conflicts=dict.fromkeys(("bf16", "adamw-bf16"), _ROUNDED_ONCE),
         recipe="exact: {kernels: fused}",
     ),
     Facts(

@@ -59,6 +59,11 @@ FACTS: list[Facts] = [
                 "its moments are bfloat16 or float32, rounded at random; coded in blocks they are another rule's",
                 "adamw8bit on bfloat16 weights (precision: bf16, optimizer: adamw8bit)",
             ),
+            "adapter": Conflict(
+                "what trains beside a frozen base is float32, where no update is lost and nothing has to be rounded at "
+                "random",
+                "optimizer: adamw; with precision: bf16 the base alone is bfloat16",
+            ),
         },
     ),
     *RULES,

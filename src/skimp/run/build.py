@@ -366,7 +366,8 @@ def techniques(recipe: Any, exact: ExactChoices) -> list[str]:
     names += ["step-in-backward"] if exact.in_backward else []
     names += ["activation-offload"] if exact.offload else []
     names += ["state-offload"] if exact.states != "device" else []
-    names += ["fused-rmsnorm", "fused-swiglu", "fused-rotary"] if uses_fused(recipe) else []
+    names += ["fused-rmsnorm", "fused-swiglu"] if uses_fused(recipe) else []
+    names += ["fused-rotary"] if uses_fused(recipe) and recipe.precision != "bf16" else []
     return names
 
 
