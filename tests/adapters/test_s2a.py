@@ -220,3 +220,13 @@ def test_a_saved_one_goes_onto_the_model_again() -> None:
     assert torch.equal(again.model(tokens).logits, model(tokens).logits)
     assert sum(row.parameters for row in again.table()) == sum(p.numel() for p in s2a.parameters())
     assert any(n.endswith(SHIFT) for n in saved)
+
+
+def test_prompts_that_a_models_own_attention_would_never_see_are_refused() -> None:
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=31
+    )
+    model = LlamaForCausalLM(config)
+    with pytest.raises(ConflictError, match="never see"):
+        S2A(model, read_structure(model), prompt=4)
+    assert S2A(model, read_structure(model), prompt=0).linears

@@ -35,6 +35,7 @@ class Case:
             `than` does not move all of them (bfloat16 rounded to nearest).
         norms: whether gradient norms are compared too.
         lora: whose additions train in the model's place: "skimp", "peft", or nobody's.
+        adapter: another adapter as a recipe writes it; weights: the codec of the frozen base beneath it.
         layers: how the blocks that train are drawn, one of three for two steps, then another; empty: all train.
         away: what waits on disk, "activations" or "states", or nothing.
         saves: bytes of the peak that `attach` must save, or None.
@@ -52,6 +53,8 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     lora: str = ""
+    adapter: dict[str, Any] = field(default_factory=dict)
+    weights: str = ""
     layers: str = ""
     norms: bool = True
     away: str = ""
@@ -121,6 +124,23 @@ CASES: dict[str, Case] = {
     "lora-accumulation": Case(
         ("lora",), {"positions": True}, than="lora", lora="skimp",
         arguments={"per_device_train_batch_size": 1, "gradient_accumulation_steps": ROWS}, **ORDER),
+    **{
+        adapter["name"]: Case((adapter["name"],), adapter=adapter, loss=5e-2, weight=None, norms=False)
+        for adapter in (
+            *({"name": name, "r": 4} for name in ("rslora", "lora-plus", "dora", "olora", "pissa", "gradnormlorp")),
+            {"name": "relora", "r": 4, "every": 100},
+            {"name": "s2ft", "v": 0.5, "o": 0.5, "d": 0.2},
+            {"name": "sst", "r": 8},
+            {"name": "qst", "reduce": 2, "gate": "paper"},
+            {"name": "s2a", "bias": True},
+        )
+    },
+    **{
+        codec: Case(
+            (codec, "lora"), adapter={"name": "lora", "r": 4}, weights=codec, loss=5e-2, weight=None, norms=False
+        )
+        for codec in ("nf4", "int8", "int4", "sketch")
+    },
     "peft": Case((), than="", lora="peft"),
     "peft-lean": Case((), {**LEAN, "fused": True, "step_in_backward": True}, than="peft", lora="peft", saves=1_000_000,
                       **ORDER),
@@ -144,6 +164,11 @@ VARIANTS = {
     "autocast-fused",
     "lora-8-bit",
     "4-bit",
+    "rslora",
+    "lora-plus",
+    "int8",
+    "int4",
+    "sketch",
     *RULES,
 }
 IN_TRL = [name for name in CASES if name not in VARIANTS]
@@ -176,7 +201,25 @@ def model_of(case: Case, layers: int = 3) -> Any:
         from skimp.adapters import LoRA, Spec
 
         LoRA(model, Spec(r=4, dropout=0.1))
+    if case.adapter:
+        adapt(model, case)
     return model
+
+
+def adapt(model: Any, case: Case) -> None:
+    """The adapter of a recipe on a model in anybody's loop, on a coded base where one is asked for."""
+    from skimp.core.attention import register
+    from skimp.core.coded_model import encode_model
+    from skimp.core.registry import load
+    from skimp.core.structure import read_structure
+    from skimp.recipe.adapter import Adapter
+
+    structure, asked = read_structure(model), Adapter.model_validate(case.adapter)
+    if asked.name == "s2a":  # its prompts are keys and values of skimp's attention
+        model.set_attn_implementation(register())
+    if case.weights:
+        encode_model(model, structure, load(case.weights, "codec")())
+    load(asked.name, "adapter").attach(model, structure, asked.asked(), 0)
 
 
 def examples(lengths: list[int]) -> list[dict[str, list[int]]]:

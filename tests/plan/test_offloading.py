@@ -102,8 +102,8 @@ def test_what_cannot_wait_elsewhere_is_not_tried() -> None:
     """Adafactor's states are no place's worth: its facts say so, and a plan must not run into them."""
     asked = recipe("optimizer=adafactor")
     found = OffloadingSearch(asked, CONFIG, BLOCKS, {"return": (1, 1.0)}, RATES, "cpu")
-    assert found._homes == [None]
-    assert found._places == [None, "disk"]
+    assert found.homes == [None]
+    assert found.places == [None, "disk"]
 
 
 def test_pins_are_kept(tmp_path: Path) -> None:

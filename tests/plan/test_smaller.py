@@ -72,7 +72,9 @@ def test_it_ends_at_the_smallest(large: Plan) -> None:
 
 def test_pins_stay_and_leave_nothing_smaller() -> None:
     kept_here = ("exact.offload.activations=none", "exact.offload.optimizer=none")
-    pinned = recipe("exact.micro_batch=16", "exact.recompute=2", "exact.keep=nothing", *kept_here)
+    pinned = recipe(
+        "exact.micro_batch=16", "exact.recompute=2", "exact.keep=nothing", "exact.mlp_chunk=1024", *kept_here
+    )
     plan = make_plan(pinned, CONFIG, memory=10**11, offer=False)
     assert with_less_room(plan, pinned, CONFIG, plan.places.baseline, 0) is None
     assert with_more_overhead(plan, pinned, CONFIG, 2 * 10**11) is None

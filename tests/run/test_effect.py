@@ -15,7 +15,7 @@ from skimp.core.gradients import AfterBackward
 from skimp.core.registry import load
 from skimp.data.synthetic import synthetic_batch
 from skimp.recipe import load_recipe
-from skimp.run import build as builder
+from skimp.run import stepping
 from skimp.run.build import Run, build
 from skimp.run.effect import Effect, _sample
 from skimp.run.weights import init_scratch
@@ -112,7 +112,7 @@ def test_what_is_disabled_is_named(what: str, recipe: dict[str, Any], monkeypatc
 
 
 def test_gradients_that_outlive_backward_are_named(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder, "InBackward", AfterBackward)
+    monkeypatch.setattr(stepping, "InBackward", AfterBackward)
     run = make(recipe, IN_BACKWARD)
     with pytest.raises(EffectError, match=r"stepping in backward\n.*gradients were held until it had ended"):
         checked(run)

@@ -32,6 +32,7 @@ from skimp.adapters.layer import sizes
 from skimp.adapters.merge import Merged, largest_gap
 from skimp.adapters.targets import linear_layers
 from skimp.core import noise
+from skimp.core.attention import NAME
 from skimp.core.errors import ConflictError, EffectError
 from skimp.core.read import is_simulated, read
 from skimp.core.structure import Structure
@@ -72,6 +73,14 @@ class S2A(Handle):
         if not bias and not prompt:
             raise ConflictError(
                 "adapter.bias=false with adapter.prompt=0", "nothing that trains", instead=["bias: true", "prompt: 8"]
+            )
+        call = getattr(getattr(model, "config", None), "_attn_implementation", NAME)
+        if prompt and call != NAME:
+            raise ConflictError(
+                f"adapter.prompt={prompt} on this model",
+                f"attention '{call}'",
+                "prompts are keys and values before the text, which its call would never see",
+                ["model.set_attn_implementation(skimp.core.attention.register())", "prompt: 0"],
             )
         if any(SHIFT in m._parameters or PROMPT_A in m._parameters for m in model.modules()):
             raise ConflictError("S2A's modules on this model", "it has them", instead="detach the first")

@@ -141,6 +141,8 @@ class Events:
         Raises:
             SkimpError: steps went back; load the state that belongs to the step first.
         """
+        if not self._events:
+            return []  # nothing has fired: a run without events may go back without their state
         if step < self._step:
             raise SkimpError(
                 f"events of step {step}",
