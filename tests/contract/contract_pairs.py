@@ -146,6 +146,15 @@ BESIDE |= {
 }
 #: Additions of rank 4 have two dimensions of 4 × 48: a basis of them has two directions at most.
 BESIDE |= {frozenset((name, "lora")): Technique(overrides=("optimizer.rank=1",)) for name in FAMILY}
+#: Large enough for states to be coded (4,096 numbers), or to wait elsewhere.
+BESIDE |= {
+    frozenset((name, other)): Technique(overrides=(override,))
+    for name, override in (
+        ("qst", "adapter={name: qst, reduce: 2, gate: sigmoid, down: 'adapter:90'}"),
+        ("s2a", "adapter={name: s2a, prompt: 90, rank: 90}"),
+    )
+    for other in ("dynamic8", "block4", "state-offload")
+}
 BESIDE |= {frozenset((name, "s2a")): Technique(overrides=("optimizer.rank=1",)) for name in FAMILY}
 #: Eight vectors of a layer have eight directions.
 BESIDE |= {frozenset((name, "sst")): Technique(overrides=("optimizer.rank=1",)) for name in FAMILY}
