@@ -22,6 +22,7 @@ from contract_rows import (
     PACKED,
     RULES,
     S2,
+    STYLES,
     Technique,
     batch_of,
     make_run,
@@ -148,11 +149,7 @@ BESIDE |= {
 BESIDE |= {frozenset((name, "lora")): Technique(overrides=("optimizer.rank=1",)) for name in FAMILY}
 #: Large enough for states to be coded (4,096 numbers), or to wait elsewhere.
 BESIDE |= {
-    frozenset((name, other)): Technique(overrides=(override,))
-    for name, override in (
-        ("qst", "adapter={name: qst, reduce: 2, gate: sigmoid, down: 'adapter:90'}"),
-        ("s2a", "adapter={name: s2a, prompt: 90, rank: 90}"),
-    )
+    frozenset(("s2a", other)): Technique(overrides=("adapter={name: s2a, prompt: 90, rank: 90}",))
     for other in ("dynamic8", "block4", "state-offload")
 }
 BESIDE |= {frozenset((name, "s2a")): Technique(overrides=("optimizer.rank=1",)) for name in FAMILY}
@@ -233,9 +230,16 @@ def plain_of(technique: Technique) -> Technique:
     return Technique({"micro_rows": ROWS}, (*kept, "exact.kernels=plain"), technique.documents)
 
 
+def style_of(technique: Technique) -> str | dict[str, Any]:
+    """Twice as wide where a side network of half the width should have states of 4,096 numbers, which are coded."""
+    side = any("name: qst" in override for override in technique.overrides)
+    coded = not {"optimizer=adamw8bit", "optimizer=adamw4bit"}.isdisjoint(technique.overrides)
+    return {**STYLES[STYLE], "hidden_size": 96, "intermediate_size": 208} if side and coded else STYLE
+
+
 def losses(technique: Technique, check: Callable[[Run], None] | None = None) -> list[float]:
     """Three steps, held to every effect the run promises, then to `check`."""
-    run = make_run(technique, STYLE, rows=ROWS, seq=SEQ)
+    run = make_run(technique, style_of(technique), rows=ROWS, seq=SEQ)
     effect = Effect(run)
     found = []
     for step in range(STEPS):
