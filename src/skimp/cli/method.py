@@ -93,5 +93,7 @@ def link(f: Facts) -> str:
 
 def against(f: Facts, known: Mapping[str, Facts]) -> list[tuple[str, str, str]]:
     """(method, reason, way out) of every conflict, whichever of the two states it."""
-    found = {n: other.conflicts[f.name] for n, other in known.items() if f.name in other.conflicts} | dict(f.conflicts)
+    from skimp.core.registry import refusal
+
+    found = {name: said for name, other in known.items() if name != f.name and (said := refusal(f, other))}
     return [(name, conflict.reason, conflict.instead) for name, conflict in sorted(found.items())]
