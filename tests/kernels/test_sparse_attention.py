@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from skimp.core.errors import SkimpError
-from skimp.kernels.block_pattern import BlockPattern, lets_go_for_good
+from skimp.kernels.block_pattern import BlockPattern
 from skimp.kernels.native.sparse import SPARSE
 from skimp.kernels.sparse_apply import over_a_past
 from skimp.kernels.sparse_attention import sparse_attention, sparse_attention_reference, visited
@@ -156,6 +157,11 @@ def test_sizes_that_cannot_be_are_refused() -> None:
     for wrong in ({"block": 24}, {"block": 256}, {"local": 0}, {"stride": 0}, {"dense_heads": 3}):
         with pytest.raises(SkimpError):
             BlockPattern(**{"heads": 2, **wrong})
+
+
+def lets_go_for_good(allowed: Callable[[int, int], bool], blocks: int) -> bool:
+    """Whether a block that is off stays off: what an evicting cache rests on."""
+    return all(allowed(i, j) or not allowed(i + 1, j) for i in range(blocks - 1) for j in range(i))
 
 
 # ---------------------------------------------------------------------- 4: once off, stays off

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from skimp.core.coded_model import parameter_count
 from skimp.core.errors import ModelError
-from skimp.run.skeleton import count_parameters, materialise, skeleton
+from skimp.run.skeleton import materialise, skeleton
 from skimp.run.weights import init_scratch, load_weights
 
 TINY = {
@@ -84,7 +85,7 @@ def test_an_architecture_nobody_knows_is_named() -> None:
 def test_structure_costs_no_memory() -> None:
     model = skeleton({**TINY, "hidden_size": 8192, "vocab_size": 100_000, "num_hidden_layers": 4}, torch.float32)
     assert all(p.device.type == "meta" for p in model.parameters())
-    assert count_parameters(model) > 10**9
+    assert parameter_count(model) > 10**9
 
 
 @pytest.mark.slow
@@ -98,6 +99,6 @@ def test_gguf_equals_what_transformers_loads(smollm2_path: Path) -> None:
     load_weights(ours, Path(source.weights))
     theirs = AutoModelForCausalLM.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name)
     reference = dict(theirs.named_parameters())
-    assert count_parameters(ours) == 134_515_008
+    assert parameter_count(ours) == 134_515_008
     for name, parameter in ours.named_parameters():
         assert torch.equal(parameter, reference[name].float()), name

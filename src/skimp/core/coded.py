@@ -11,9 +11,9 @@ bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,12 +30,12 @@ class RowCodec(Codec, Protocol):
     """A codec of matrices that can decode some rows by themselves."""
 
     def rows(
-        self, parts: Mapping[str, Tensor], shape: tuple[int, int], start: int, stop: int, dtype: torch.dtype
+        self, parts: Mapping[str, Tensor], shape: Sequence[int], start: int, stop: int, dtype: torch.dtype
     ) -> Tensor:
         """Rows start:stop, (stop - start, columns), as `decode` gives them."""
         ...
 
-    def spec(self, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def spec(self, shape: Sequence[int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every part."""
         ...
 
@@ -45,7 +45,7 @@ class Coded:
     """A frozen (outputs, inputs) matrix in the parts of `codec`; `dtype` is what it decodes to."""
 
     parts: Mapping[str, Tensor]
-    codec: Any
+    codec: RowCodec
     shape: torch.Size
     dtype: torch.dtype
 

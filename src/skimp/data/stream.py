@@ -98,10 +98,6 @@ class TokenStream(Steps):
     def rows_per_epoch(self) -> int:
         return len(self.rows)
 
-    @property
-    def steps_per_epoch(self) -> float:
-        return len(self.rows) / self.rows_per_step
-
     def order(self, epoch: int) -> np.ndarray:
         """The order of the rows in an epoch, (rows,) int64."""
         if self._order is None or self._order[0] != epoch:

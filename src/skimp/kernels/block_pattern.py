@@ -134,11 +134,6 @@ class BlockPattern:
         return fine & torch.ones(seq, seq, dtype=torch.bool).tril()
 
 
-def lets_go_for_good(allowed: Any, blocks: int) -> bool:
-    """Whether a block that is off stays off: `allowed(i, j)`, for every j before i. What an evicting cache rests on."""
-    return all(allowed(i, j) or not allowed(i + 1, j) for i in range(blocks - 1) for j in range(i))
-
-
 @lru_cache(maxsize=64)
 def _listed(pattern: BlockPattern, blocks: int) -> tuple[Any, Any]:
     starts: list[int] = []

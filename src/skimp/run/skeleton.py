@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from skimp.core import attention
-from skimp.core.coded_model import parameter_count
 from skimp.core.cuda_attention import kernel_for
 from skimp.core.errors import ModelError, did_you_mean
 from skimp.core.lean import lean_imports
@@ -193,8 +192,3 @@ def simulate_tensors(model: nn.Module, dtype: torch.dtype, mode: FakeTensorMode)
             if buffer is not None:
                 with mode:
                     module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
-
-
-def count_parameters(model: nn.Module) -> int:
-    """Parameters, tied ones once; of a coded layer those that it stands for."""
-    return parameter_count(model)
