@@ -4,6 +4,7 @@ nothing."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +33,10 @@ SLOW = [cell for cell in CELLS if cell not in FAST]
 def test_keeping_attention_is_refused_where_it_is_no_single_operator(style: str) -> None:
     with pytest.raises(ConflictError, match=r"block.* 0.*\n.*many operators(.|\n)*exact.keep=products"):
         make_run("recompute-but-attention", style)
+    living = make_run("recompute", style)
+    with pytest.raises(ConflictError, match="many operators"):
+        living.rebuild(replace(living.exact, keep="attention"))
+    assert living.exact.keep == "nothing"
 
 
 def first_step(technique: str | Technique, style: str = "llama", disable: Callable[[Run], None] | None = None) -> None:

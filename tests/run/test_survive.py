@@ -86,6 +86,11 @@ CASES["offloaded-update-first-step"] = ("update", HELD | AWAY, 1, "went back to 
 CASES["lora-update"] = ("update", HELD | {"adapter": {"r": 4, "dropout": 0.1}}, 4, "went back to step-00000002")
 CASES["lora-backward-first"] = ("backward", HELD | {"adapter": {"r": 4, "dropout": 0.1}}, 1, "the step is taken again")
 CASES["lora-update-first"] = ("update", HELD | {"adapter": {"r": 4, "dropout": 0.1}}, 1, "went back to the beginning")
+#: What happened every so many steps is undone: the base that was added to, the bases of spectra.
+for _name in ("relora", "sst"):
+    CASES[f"{_name}-update"] = (
+        "update", HELD | {"adapter": {"name": _name, "r": 4, "every": 3, "warmup": 1}}, 4, "went back to step-00000002"
+    )  # fmt: skip
 ALWAYS = (
     "offloaded-backward",
     "offloaded-update",
@@ -95,6 +100,7 @@ ALWAYS = (
     "update-first-step",
     "moving-backward",
     "lora-update",
+    "relora-update",
 )
 
 

@@ -157,6 +157,8 @@ class Run:
         exact: ExactChoices = plan if isinstance(plan, ExactChoices) else plan.exact
         check_together(techniques(self.recipe, exact))
         check_exact(exact, self.recipe)
+        config: Any = self.model.config
+        check_kept(exact, self.recipe, config.to_dict())
         check_blocks(exact, self.structure)
         old = self.delivery
         old.close()

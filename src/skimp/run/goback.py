@@ -59,7 +59,7 @@ class GoBack:
                 words = saved.path.name
                 if loop.run.adapter is None:
                     weights_from(saved)(loop.run.model)
-                else:  # its base never moves
+                else:  # its base never moves, or what moved is among the adapter's own tensors
                     restore_adapter(saved, loop.run, saved.meta["base"])
                 restore_place(saved, self.recipe, loop.stream, state)
                 restore_optimizer(saved, loop.run)
