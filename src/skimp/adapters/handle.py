@@ -74,6 +74,16 @@ class Handle(ABC):
     structure: Structure
     merged: bool = False
 
+    def _freeze_base(self) -> None:
+        """Nothing of the model trains; before the adapter's own parameters are in it."""
+        self._trained = {name: p.requires_grad for name, p in self.model.named_parameters()}
+        self.model.requires_grad_(False)
+
+    def _thaw_base(self) -> None:
+        """What trained before trains again; when the adapter's own parameters are out."""
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(self._trained[name])
+
     # ---- how it comes about
 
     @classmethod

@@ -78,10 +78,8 @@ class LoRA(Handle):
         self.name = self.spec.name
         self._check_ranks()
         self.scale = {name: self.spec.factor(name) for name in self.modules}
-        self._trained = {name: p.requires_grad for name, p in model.named_parameters()}
         self.merged = False
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
+        self._freeze_base()
         for name in self.full:
             self.module(name).weight.requires_grad_(True)
         self.layers = {name: LowRank(name, self.module(name), self.spec) for name in self.modules}
@@ -251,8 +249,7 @@ class LoRA(Handle):
             self.module(name).weight.copy_((base or {})[f"{name}.weight"])
         for layer in self.layers.values():
             layer.remove()
-        for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(self._trained[name])
+        self._thaw_base()
         self.modules, self.layers = {}, {}
 
     def peft(self, base_name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -76,11 +76,9 @@ class QST(Handle):
         read_form(down)
         self.model, self.backbone = model, structure
         self.asked = {"name": self.name, "reduce": reduce, "down": down, "gate": gate}
-        self._trained = {name: p.requires_grad for name, p in model.named_parameters()}
         self.side = SideNetwork(model, structure, reduce, down)
         self.side.begin(seed, 1.0 if gate == "paper" else 6.0, up=gate == "paper")
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
+        self._freeze_base()
         model.add_module(SIDE, self.side)
         blocks = tuple(f"{SIDE}.rungs.{i}.block" for i in range(len(structure.blocks)))
         self.structure = replace(structure, blocks=blocks, hidden=structure.hidden // reduce)
@@ -207,5 +205,4 @@ class QST(Handle):
             hook.remove()
         del self._base.forward
         del self.model._modules[SIDE]
-        for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(self._trained[name])
+        self._thaw_base()

@@ -88,10 +88,8 @@ class S2A(Handle):
         self.asked = {"name": self.name, "bias": bias, "prompt": prompt, "rank": rank}
         self.linears = list(linear_layers(model, structure)) if bias else []
         self.attentions = attentions(model, structure) if prompt else []
-        self._trained = {name: p.requires_grad for name, p in model.named_parameters()}
         self._kept: dict[str, Tensor] | None = None
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
+        self._freeze_base()
         for name in self.linears:
             self._shift(self.module(name))
         for name in self.attentions:
@@ -251,8 +249,7 @@ class S2A(Handle):
             del module.skimp_prefix
             for part in (PROMPT_A, PROMPT_B):
                 module._parameters.pop(part)
-        for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(self._trained[name])
+        self._thaw_base()
         self.linears, self.attentions = [], []
 
 

@@ -74,10 +74,8 @@ class S2FT(Handle):
         self.structure = structure or read_structure(model)
         slices = dict(spec.slices) or choose(model, self.structure, spec, scores, avoid)
         self._check(slices, spec.permute)
-        self._trained = {name: p.requires_grad for name, p in model.named_parameters()}
         self._kept: dict[str, Tensor] | None = None
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
+        self._freeze_base()
         self._put(spec, slices)
 
     @classmethod
@@ -271,8 +269,7 @@ class S2FT(Handle):
         if self.merged:
             self.unmerge()
         self._remove()
-        for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(self._trained[name])
+        self._thaw_base()
         self.slices = {}
 
     def _remove(self) -> None:
