@@ -10,9 +10,10 @@ import pytest
 from skimp.core.errors import RecipeError
 from skimp.core.exact import ExactChoices
 from skimp.plan.cost import CostMeter, Rates
-from skimp.plan.frontier import explain, frontier, sentence
+from skimp.plan.frontier import Point, explain, frontier, sentence
 from skimp.plan.mixed import MixedSearch as Search
 from skimp.plan.places import Places
+from skimp.plan.search import Candidate
 from skimp.plan.simulate import simulate
 from skimp.plan.sweep import largest, parse, sweep
 from skimp.recipe import load_recipe
@@ -92,6 +93,19 @@ def test_the_frontier_is_undominated_and_each_point_is_what_a_full_simulation_sa
         profile = search.full(point.exact, short=True)
         assert profile.phases["train"] == point.peak_bytes
         assert profile.seconds == pytest.approx(point.seconds, rel=1e-6)
+
+
+def test_a_plan_outside_the_lattice_is_on_the_frontier_and_what_it_beats_is_not() -> None:
+    """One that lets things wait elsewhere: drawn beside a curve without it, a plan would beat its own frontier."""
+    search = searched(recipe(*PINS[0]), 10**12)
+    plain = frontier(search, CARD)
+    away = Candidate(
+        ExactChoices(1, states="host"), (plain[0].peak_bytes + plain[1].peak_bytes) // 2, plain[1].seconds * 0.999
+    )
+    points = frontier(search, CARD, beside=[away])
+    assert [p for p in points if p.exact == away.exact] == [Point(away.exact, away.peak, away.seconds)]
+    assert plain[1] not in points
+    assert [p for p in points if p.exact != away.exact] == [plain[0], *plain[2:]]
 
 
 def test_each_decision_says_what_its_other_value_would_take() -> None:

@@ -54,8 +54,12 @@ class Decision:
         return dict(vars(self))
 
 
-def frontier(search: MixedSearch, where: Places, more: int = 0) -> tuple[Point, ...]:
-    """The undominated points of the whole lattice, least memory first; on a card its allocator takes `more` bytes."""
+def frontier(search: MixedSearch, where: Places, more: int = 0, beside: Sequence[Candidate] = ()) -> tuple[Point, ...]:
+    """The undominated points of the whole lattice, least memory first; on a card its allocator takes `more` bytes.
+
+    Args:
+        beside: points outside the lattice that a search came upon for its own budget, with things that wait elsewhere.
+    """
     pinned = search.pinned_count()
     counts = range(search.blocks + 1) if pinned is None else (pinned,)
     words_pinned = isinstance(search.recipe.exact.keep, tuple)
@@ -68,6 +72,7 @@ def frontier(search: MixedSearch, where: Places, more: int = 0) -> tuple[Point, 
     kept = _undominated(found, where)
     if pinned is None and search.recipe.train.layers is None:
         kept = _undominated([*kept, *_between(search, kept)], where)
+    kept = _undominated([*kept, *beside], where)
     return tuple(Point(c.exact, _compared(where, c) + more, c.seconds) for c in kept)
 
 

@@ -108,7 +108,7 @@ def make_plan(
         rates=rates.source,
         tokens=where.count * recipe.train.batch_tokens,
         reservation=reservation,
-        frontier=frontier(search, where, more) if "frontier" in also else (),
+        frontier=frontier(search, where, more, found) if "frontier" in also else (),
         decisions=explain(search, profile.exact, where) if "explain" in also else (),
     )
 
