@@ -63,11 +63,13 @@ def test_rows_that_stand_for_all_change_neither_bytes_nor_seconds(tmp_path: Path
 
 
 def test_what_blocks_may_wait_up_to_counts_no_phase_that_is_over(tmp_path: Path) -> None:
-    """Resuming may take more than a step of a short row; a run under way never comes back to it."""
+    """Loading may take more than a step of a short row; a run under way never comes back to it."""
     described = recipe(tmp_path, "exact.micro_batch=1", "optimizer=adamw", seq=8)
     profile = simulate(described, ExactChoices(1, (0, 1, 2)), CONFIG, steps=1)
     phases = profile.phases
-    assert profile.peak_bytes == phases["resume"] > profile.working_bytes
+    assert profile.peak_bytes == phases["load"] > profile.working_bytes
     assert profile.working_bytes == max(phases["train"], phases["save"])
-    heavier = replace(profile, phases={**phases, "train": 2 * phases["resume"]})
+    heavier = replace(profile, phases={**phases, "train": 2 * phases["load"]})
     assert heavier.working_bytes == heavier.peak_bytes == heavier.phases["train"]
+    read = replace(profile, phases={**phases, "resume": 2 * phases["load"]})
+    assert read.working_bytes == profile.working_bytes < read.peak_bytes

@@ -267,14 +267,15 @@ class UpdateRule(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_named_state(self, saved: Mapping[str, Any], only: Collection[str] | None = None) -> None:
-        """Load what `named_state` gave, tensor by tensor into the state that exists (so that memory stays
-        flat).
+        """Load what `named_state` gave, tensor by tensor into the state that exists; out of a file straight into its
+        place (so that memory stays flat).
 
         Options of groups (lr, decay, …) are *not* part of it: those of this optimizer, hence of the recipe,
         stay.
 
         Args:
-            saved: maps `state_key(parameter, key)` to a tensor or number; may read lazily from a file.
+            saved: maps `state_key(parameter, key)` to a tensor or number. With a method `fill(key, tensor, passed)`,
+                which reads a tensor in place and tells `passed`, if there is one, of every piece, it is a file.
             only: parameters that have state in it; what others have here goes. None: all do.
 
         Raises:

@@ -88,23 +88,22 @@ def any_nonzero(rule: UpdateRule, p: Tensor, key: str) -> bool:
 
 
 def filled(rule: UpdateRule, p: Tensor, saved: Mapping[str, Any]) -> bool:
-    """Read the state of `p` straight to where it lives, a piece at a time; False where it lives beside `p`, or where
-    `saved` is no file.
+    """Read the state of `p` straight to where it lives, beside it or elsewhere, a piece at a time: there is never a
+    second copy. False where `saved` is no file, or `p` is sharded.
 
     Raises:
         CheckpointError: an entry is missing, or is another tensor than this rule's.
     """
     fill, away, name = getattr(saved, "fill", None), rule.away, rule.name_of(p)
-    if fill is None or away is None:
+    if fill is None or is_sharded(p):
         return False
     state = rule.init_state(p)
-    if not away.holds(name):
-        return False
+    passed = (lambda piece: away.give_back([piece])) if away is not None and away.holds(name) else None
     state.update({key: int(entry(saved, state_key(name, key), rule.rule)) for key in rule.numbers_of(p)})
     for key in rule.spec_of(p):
         if state_key(name, key) not in saved:
             entry(saved, state_key(name, key), rule.rule)
-        fill(state_key(name, key), state[key], lambda piece: away.give_back([piece]))
+        fill(state_key(name, key), state[key], passed)
     return True
 
 

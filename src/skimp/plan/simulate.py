@@ -32,6 +32,7 @@ from skimp.plan.sharded import largest_unit, sharded
 from skimp.plan.unfakeable import or_measured, told
 from skimp.run import offloaded
 from skimp.run.build import DTYPES, Run, build
+from skimp.run.tensor_bytes import CHUNK
 from skimp.run.weights import init_scratch
 
 UNKNOWN_RATES = Rates(1e11, 1e10, "unknown device")
@@ -128,14 +129,10 @@ def simulate(
             trace.close()
     rule = run.optimizer
     states = {p: rule.bytes_of(p) for p in rule.parameters() if p in rule.state}  # what rests has none
-    beside = [size for p, size in states.items() if rule.away is None or not rule.away.holds(rule.name_of(p))]
-    # Of a coded layer there are the weight as the file has it and as it is computed in, and new parts.
-    one = max(9 * largest_coded(run.model), *(p.numel() * 4 for _, p in run.parameters()))
-    phases["load"] = resting["weights"] + one
-    # A checkpoint is written tensor by tensor through one 4 MiB buffer, and so are states that live elsewhere.
-    phases["save"] = rest + (4 << 20) * (1 if rule.away is None else 2)
-    # It is read with one parameter's states beside those they are read into; those that live elsewhere go there.
-    phases["resume"] = phases["save"] + max(beside, default=0)
+    # Read in pieces: some rows as the file has them, decoded, cast. A coded layer is there dense, with new parts.
+    phases["load"] = resting["weights"] + max(9 * largest_coded(run.model), 4 * CHUNK)
+    # A checkpoint is written and read in place, what cannot be through one buffer; so are states that live elsewhere.
+    phases["save"] = phases["resume"] = rest + CHUNK * (1 if rule.away is None else 2)
     if run.adapter is not None:
         phases |= {phase: rest + above for phase, above in run.adapter.peaks().items()}
     micro = -(-recipe.rows_per_step // exact.micro_rows)

@@ -68,15 +68,23 @@ class Checkpoint:
         self.read_into(group, name, tensor)
         return tensor
 
-    def read_into(self, group: str, name: str, tensor: Tensor, passed: Callable[[Tensor], None] | None = None) -> None:
-        """Fill `tensor` in place; `passed` is told of every piece that is filled.
+    def read_into(
+        self,
+        group: str,
+        name: str,
+        tensor: Tensor,
+        passed: Callable[[Tensor], None] | None = None,
+        cast: bool = False,
+    ) -> None:
+        """Fill `tensor` in place; `passed` is told of every piece that is filled; `cast` to its dtype.
 
         Raises:
-            CheckpointError: unknown group or name, another dtype or shape, or bytes that changed on disk.
+            CheckpointError: unknown group or name, another shape, another dtype without `cast`, or bytes that changed
+                on disk.
         """
         written, reader = self._written(group, name), self._reader(group)
         reader.spec(written)
-        reader.read_into(written, tensor, self._sums[group]["tensors"][written], passed)
+        reader.read_into(written, tensor, self._sums[group]["tensors"][written], passed, cast)
 
     def read_all(self, group: str, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Fill every target; each saved tensor must have a target and each target a saved tensor.

@@ -210,9 +210,15 @@ class SafetensorsReader:
         return tensor
 
     def read_into(
-        self, name: str, tensor: Tensor, checksum: int | None = None, passed: Callable[[Tensor], None] | None = None
+        self,
+        name: str,
+        tensor: Tensor,
+        checksum: int | None = None,
+        passed: Callable[[Tensor], None] | None = None,
+        cast: bool = False,
     ) -> None:
-        """Read straight into `tensor` (any strides, any device), which must have the saved dtype and shape.
+        """Read straight into `tensor` (any strides, any device), which must have the saved shape, and dtype unless
+        `cast`. At most a chunk of it is in memory twice.
 
         Args:
             name: as saved.
@@ -220,13 +226,15 @@ class SafetensorsReader:
                 write.
             checksum: crc32 of the bytes as noted when saving; None reads unchecked.
             passed: told of every piece that has been filled.
+            cast: to the dtype of `tensor`, rounded as `Tensor.copy_` rounds.
 
         Raises:
             CheckpointError: no such name, another dtype or shape, a short file, or bytes that changed on
                 disk.
         """
         spec, target = self.spec(name), tensor.detach()
-        if spec_of(name, target) != spec:
+        asked = spec_of(name, target)
+        if asked.shape != spec.shape or (asked.dtype != spec.dtype and not cast):
             raise CheckpointError(
                 f"reading '{name}' into {spec_of(name, target)}",
                 f"{spec} ({format_bytes(spec.nbytes)}) in {self.path}",
@@ -234,9 +242,11 @@ class SafetensorsReader:
                 "build the run with the recipe the checkpoint was written with",
             )
         offset, total = self._start[name], 0
-        for piece in pieces(target):
-            straight = in_place(piece)
-            landing = piece if straight else self._staging.like(piece)
+        # A piece fits the staging buffer as it lies in the file.
+        limit = CHUNK * asked.dtype.itemsize // max(asked.dtype.itemsize, spec.dtype.itemsize)
+        for piece in pieces(target, limit):
+            straight = in_place(piece) and asked.dtype == spec.dtype
+            landing = piece if straight else self._staging.like(piece, spec.dtype)
             data = raw_bytes(landing)
             self._fill(data, offset)
             total = zlib.crc32(data, total)

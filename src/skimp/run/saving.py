@@ -114,8 +114,11 @@ class _Lazily(Mapping[str, Any]):
             raise KeyError(key)
         return self._saved.read("optimizer", key)
 
-    def fill(self, key: str, tensor: Tensor, passed: Callable[[Tensor], None]) -> None:
-        """Read one straight into `tensor`; `passed` is told of every piece.
+    def __contains__(self, key: object) -> bool:
+        return key in self._numbers or key in self._names  # a mapping's own way would read the tensor
+
+    def fill(self, key: str, tensor: Tensor, passed: Callable[[Tensor], None] | None) -> None:
+        """Read one straight into `tensor`; `passed`, if any, is told of every piece.
 
         Raises:
             KeyError: there is none. CheckpointError: as reading.

@@ -62,10 +62,7 @@ class SafetensorsFolder:
         return self._readers[name].read(name)
 
     def read_into(self, name: str, target: Tensor) -> None:
-        if self._specs[name].dtype == target.dtype:
-            self._readers[name].read_into(name, target)
-        else:
-            target.copy_(self.read(name))
+        self._readers[name].read_into(name, target, cast=True)
 
     def check(self) -> None:
         """Nothing to hold against each other."""
@@ -89,10 +86,7 @@ class CheckpointTensors:
         return self.saved.read("model", name)
 
     def read_into(self, name: str, target: Tensor) -> None:
-        if self.saved.spec("model", name).dtype == target.dtype:
-            self.saved.read_into("model", name, target)
-        else:
-            target.copy_(self.read(name))
+        self.saved.read_into("model", name, target, cast=True)
 
     def check(self) -> None:
         """Each tensor was held against its checksum as it was read."""

@@ -136,11 +136,12 @@ class Staging:
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
 
-    def like(self, piece: Tensor) -> Tensor:
-        """A contiguous host tensor of the dtype and shape of `piece` over the buffer."""
+    def like(self, piece: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A contiguous host tensor of the shape of `piece` over the buffer, of its dtype or another."""
         if self._buffer is None:
             self._buffer = aligned_empty((CHUNK,), torch.uint8)
-        return self._buffer[: piece.numel() * piece.element_size()].view(piece.dtype).view(piece.shape)
+        dtype = dtype or piece.dtype
+        return self._buffer[: piece.numel() * dtype.itemsize].view(dtype).view(piece.shape)
 
 
 def in_place(tensor: Tensor) -> bool:
