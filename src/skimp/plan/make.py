@@ -278,7 +278,7 @@ def _notes(
             f"{layers.active} of {search.blocks} blocks train at a time: the costliest {layers.active} are simulated"
         )
     if recipe.data.packing:
-        notes.append("packed rows are simulated as one document, their costliest split: bytes and seconds are at most these")
+        notes.append("packed rows are simulated as one document, their costliest split: most bytes, most seconds")
     if where.on_cpu:
         notes.append(
             f"host: process baseline {format_bytes(where.baseline)} measured here; what the allocator and libraries "
