@@ -34,6 +34,11 @@ FREE = {"exact": {"in_backward": False, "loss_chunk": 256}}
 RETURN = {"exact": {"in_backward": False, "loss_chunk": 256, "malloc": "return"}}
 #: Activations of some 100 MB, so that there is something to give back.
 WIDE = {**FREE, "train": {"batch_tokens": 64 * SEQ}}
+#: What all blocks keep is on disk; left to the planner it would be in memory.
+ON_DISK = {"exact": {"micro_batch": 4, "recompute": 1, "loss_chunk": 256, "in_backward": False,
+    "offload": {"activations": "disk", "blocks": "all", "optimizer": "none"}}}  # fmt: skip
+#: More than a checkpoint's largest file, less than what blocks keep.
+TIER_LIMIT = 2_000_000
 #: Parameters move while gradients still come.
 MOVING = {"exact": {"micro_batch": 8, "recompute": 1, "in_backward": True, "loss_chunk": 256}}
 
@@ -168,6 +173,12 @@ def disk_full(run: Struck) -> list[int]:
     return [first, run.go(preexec_fn=limit)]
 
 
+def tier_full(run: Struck) -> list[int]:
+    """No file may grow beyond what a checkpoint takes: activations on disk do, in the first step."""
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (TIER_LIMIT, TIER_LIMIT))
+    return [run.go(preexec_fn=limit)]
+
+
 def elsewhere(**env: str) -> Callable[[Struck], list[int]]:
     """Stop, and resume under another environment; then stop again, so that the rest runs under the first."""
 
@@ -236,6 +247,13 @@ FAULTS = [
     Fault("SIGTERM", signalled(signal.SIGTERM), CONTINUE, (143,)),
     Fault("Ctrl-C", signalled(signal.SIGINT), CONTINUE, (130,)),
     Fault("disk full in a save", disk_full, ("last good checkpoint is intact", "free "), (-signal.SIGKILL, 2)),
+    Fault(
+        "disk full under activations",
+        tier_full,
+        ("File too large", AGAIN, "with micro-batch 4"),
+        changes=ON_DISK,
+    ),
+    Fault("killed with activations on disk", injected("backward:9"), codes=KILLED, changes=ON_DISK),
     Fault(
         "another number of threads at the resume",
         elsewhere(OMP_NUM_THREADS="3"),

@@ -23,7 +23,7 @@ from skimp.core.pinned import HostTier
 from skimp.core.saved import Saved
 from skimp.core.state_file import StateFile
 from skimp.core.through_host import DiskThroughHost
-from skimp.core.tiers import GRAIN, SimulatedDisk
+from skimp.core.tiers import GRAIN, PlaceError, SimulatedDisk
 
 
 @pytest.fixture
@@ -286,6 +286,45 @@ def test_a_write_that_fails_is_told_when_the_block_is_over(tier: DiskTier, monke
     with pytest.raises(OSError, match="Input/output") as caught:
         run(saved, lambda: x.exp().sin())
     assert caught.value.filename == str(tier.folder)
+
+
+def test_a_step_that_is_given_up_asks_nothing_of_a_place_that_failed(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Neither letting go of its entries nor dropping its graph raises again, and their room is free."""
+    real = os.pwrite
+
+    def failing(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    saved = Saved(tier, least=1)
+    x = torch.randn(300, 30, requires_grad=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", failing)
+        saved.begin(())
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+            out = x.exp().sin()
+        saved.discard()
+        del out
+        gc.collect()
+    assert tier.used == 0
+    assert not [w for w in recwarn.list if "Unraisable" in str(w.category)]
+    assert os.pwrite is real
+    run(saved, lambda: x.exp().sin()).sum().backward()
+    assert torch.equal(x.grad, x.detach().exp() * x.detach().exp().cos())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
+def test_a_place_says_whether_it_is_full_or_fails(tier: DiskTier, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    saved = Saved(tier, least=1)
+    monkeypatch.setattr(os, "pwrite", failing)
+    with pytest.raises(PlaceError) as caught:
+        run(saved, lambda: torch.randn(300, 30, requires_grad=True).exp())
+    assert caught.value.full is (number != errno.EIO)
+    assert caught.value.errno == number
 
 
 def test_nothing_is_left_in_the_folder(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from skimp.plan.make import make_plan
 from skimp.plan.plan import Plan
-from skimp.plan.smaller import LEAST_SHARE, MOST_SHARE, with_less_room, with_more_overhead
+from skimp.plan.smaller import LEAST_SHARE, MOST_SHARE, with_less_disk, with_less_room, with_more_overhead
 from skimp.recipe import load_recipe
 
 CONFIG = {
@@ -97,3 +97,44 @@ def test_overhead_that_was_seen_is_planned_for_in_the_same_budget(large: Plan) -
     assert found.places.baseline == plan.places.baseline + more
     assert found.peak_bytes <= budget
     assert with_more_overhead(plan, recipe(), CONFIG, 3 * budget) is None
+
+
+@pytest.fixture(scope="module")
+def away(large: Plan) -> Plan:
+    """What all blocks keep of 16 rows at once is on disk."""
+    asked = recipe("exact.micro_batch=16", "exact.offload.activations=disk", "exact.offload.blocks=all")
+    plan = make_plan(asked, CONFIG, offer=False, where=large.places)
+    assert plan.exact.offload == (0, 1, 2, 3)
+    assert not plan.exact.recompute
+    return plan
+
+
+@pytest.mark.parametrize("pinned", ["exact.offload.activations=disk", "exact.offload.optimizer=none"])
+@pytest.mark.parametrize("full", [True, False])
+def test_a_disk_that_failed_is_done_without_also_where_it_was_pinned(pinned: str, full: bool, away: Plan) -> None:
+    room = away.profile.away["disk"] if full else 0
+    found = with_less_disk(away, recipe("exact.micro_batch=16", pinned), CONFIG, room)
+    assert found is not None
+    assert found.fits
+    assert not found.exact.offload
+    assert found.exact.micro_rows == 16
+
+
+def test_a_full_disk_still_holds_what_it_held_where_the_budget_needs_it(away: Plan) -> None:
+    """The smallest plan with nothing there does not fit; one with the blocks' inputs there does, in fewer bytes."""
+    config, none = {**CONFIG, "num_hidden_layers": 10}, replace(away.places, device_budget=1)
+    rest = ("exact.micro_batch=16", "exact.keep=nothing", "exact.mlp_chunk=1024")
+    least = make_plan(recipe(*rest), config, offer=False, where=none)
+    with_inputs = recipe(*rest, "exact.recompute=all", "exact.offload.activations=disk")
+    less = make_plan(with_inputs, config, offer=False, where=none)
+    assert less.peak_bytes < least.peak_bytes
+    tight = replace(away, places=replace(away.places, device_budget=less.peak_bytes), blocks=10)
+    free = recipe(*rest, "exact.offload.activations=disk", "exact.offload.optimizer=none")
+    room = less.profile.away["disk"]
+    found = with_less_disk(tight, free, config, room)
+    assert found is not None
+    assert found.exact.offload
+    assert found.exact.recompute == tuple(range(10))
+    assert found.profile.away["disk"] <= room < away.profile.away["disk"]
+    assert with_less_disk(tight, free, config, room - 1) is None
+    assert with_less_disk(tight, free, config, 0) is None

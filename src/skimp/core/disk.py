@@ -20,9 +20,9 @@ from typing import ClassVar
 
 import torch
 
-from skimp.core.errors import OffloadError, RecipeError
+from skimp.core.errors import DamagedOffload, RecipeError
 from skimp.core.exact import Place
-from skimp.core.tiers import Extent, Pending, Tier
+from skimp.core.tiers import Extent, Pending, PlaceError, Tier
 
 #: File systems that are memory: an offload to them saves nothing.
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
@@ -130,18 +130,21 @@ class DiskTier(Tier):
             try:
                 done += os.pwrite(self._file, data[done:], extent.offset + done)
             except OSError as error:
-                raise OSError(error.errno, error.strerror, str(self.folder)) from error
+                raise PlaceError.of(error, str(self.folder)) from error
 
     def _read(self, extent: Extent, address: int) -> None:
         data = _bytes_at(address, extent.nbytes)
         done = 0
         while done < extent.nbytes:
-            got = os.preadv(self._file, [data[done:]], extent.offset + done)
+            try:
+                got = os.preadv(self._file, [data[done:]], extent.offset + done)
+            except OSError as error:
+                raise PlaceError.of(error, str(self.folder)) from error
             if got == 0:
-                raise OSError(errno.EIO, "the file ends early", str(self.folder))
+                raise PlaceError(errno.EIO, "the file ends early", str(self.folder))
             done += got
         if zlib.crc32(data) != self._sums[extent.offset]:
-            raise OffloadError(
+            raise DamagedOffload(
                 f"{extent.nbytes:,} bytes as they were written to {self.folder}",
                 "other bytes: their checksum differs",
                 "the disk, its cable or its file system changed them",

@@ -66,6 +66,10 @@ class OffloadError(SkimpError):
     """Bytes moved to the host or to disk cannot be used: they came back changed, or were changed while away."""
 
 
+class DamagedOffload(OffloadError):
+    """Bytes came back from the host or a disk other than they went: nothing there can be trusted any more."""
+
+
 class NonFiniteError(SkimpError):
     """The loss or a gradient became NaN or infinite; names the step and the parameter."""
 

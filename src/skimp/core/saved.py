@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -82,6 +83,12 @@ class Entry:
         assert self.loaded is not None
         return self.loaded
 
+    def abandon(self) -> None:
+        """As `leave`, for a step that is given up: nobody will ask for the bytes, whether they arrived or not."""
+        pending, self._pending = self._pending, None
+        _ended(pending)
+        self.leave()
+
     def drop(self) -> None:
         """Give up what came back; it is still away."""
         if self.loaded is not None:
@@ -100,10 +107,8 @@ class Entry:
     def __del__(self) -> None:
         if self.extent is None:  # no room was found for it
             return
-        try:
-            self._finish()
-        finally:
-            self.tier.release(self.extent)
+        _ended(self._pending)
+        self.tier.release(self.extent)
 
 
 class Kept:
@@ -245,12 +250,19 @@ class Saved:
         self._back = wanted
 
     def discard(self) -> None:
-        """Forget a forward or a backward that broke off: wait for what is under way and let it go."""
+        """Forget a forward or a backward that broke off: wait for what is under way, however it ends, and let it go."""
         self._group = None
         leaving, self._leaving, self._back = self._leaving, [], []
         for group in leaving:
             for entry in group:
-                entry.leave()
+                entry.abandon()
+
+
+def _ended(pending: Pending | None) -> None:
+    """Wait for a copy whose bytes are needed no more: a place that failed has said so, or will at the next copy."""
+    if pending is not None:
+        with suppress(OSError, OffloadError):
+            pending.wait()
 
 
 class Stamps:

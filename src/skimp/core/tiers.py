@@ -8,6 +8,7 @@ every place from it.
 
 from __future__ import annotations
 
+import errno
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -18,6 +19,29 @@ from skimp.core.exact import Place
 
 #: Extents begin at multiples of this, a page: what direct I/O and read-ahead work in.
 GRAIN = 4096
+
+
+#: What a file system says when it has no more room (for this user, for this file).
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class PlaceError(OSError):
+    """A place outside the computing memory is full or fails, while a step needs it.
+
+    A class of its own, so that whoever can do without the place knows it from a checkpoint that could not be written.
+
+    Attributes:
+        full: it has no more room; else it cannot be relied on at all.
+    """
+
+    @classmethod
+    def of(cls, error: OSError, where: str) -> PlaceError:
+        """The system's error, with the place's name."""
+        return cls(error.errno, error.strerror, where)
+
+    @property
+    def full(self) -> bool:
+        return self.errno in FULL
 
 
 class Pending(Protocol):
@@ -62,13 +86,16 @@ class Tier:
         """Room for `nbytes`.
 
         Raises:
-            OSError: the place is full.
+            PlaceError: the place is full.
         """
         room = -(-nbytes // GRAIN) * GRAIN
         if self._free[room]:
             found = Extent(self._free[room].pop().offset, nbytes)
         else:
-            self.grow(self.size + room)
+            try:
+                self.grow(self.size + room)
+            except OSError as error:
+                raise PlaceError.of(error, error.filename or self.place) from error
             found = Extent(self.size, nbytes)
             self.size += room
         self.used += room

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,33 @@ from skimp.plan.plan import Plan
 #: An allocation that failed when the process held a share of what its plan takes leaves that share to plan for. One
 #: that fails at the very start of a step says little about the rest of it: never less than half is given up at once.
 LEAST_SHARE, MOST_SHARE = 0.5, 0.95
+
+
+def with_less_disk(plan: Plan, recipe: Any, config: dict[str, Any], room: int) -> Plan | None:
+    """The plan after a disk refused what blocks keep for backward.
+
+    One that leaves no activation there, or else, where the disk is only full, one whose blocks keep their input alone,
+    if that needs no more than was there. A pin on the place that failed cannot be honoured; all others are. Optimizer
+    states that are on a disk have their room and stay. None when neither fits the budgets.
+
+    Args:
+        room: bytes that the run held on the disk when it was full; 0 for a disk that cannot be used any more.
+    """
+    for candidate in _less_disk(plan, recipe, room):
+        found = make_plan(candidate, config, label=plan.model, offer=False, where=plan.places)
+        if found.fits and (not found.exact.offload or found.profile.away.get("disk", 0) <= room):
+            return found
+    return None
+
+
+def _less_disk(plan: Plan, recipe: Any, room: int) -> Iterator[Any]:
+    pins = recipe.exact
+    states = "none" if plan.exact.states == "device" else plan.exact.states
+    here = pins.offload.model_copy(update={"activations": "none", "blocks": None, "optimizer": states})
+    yield recipe.model_copy(update={"exact": pins.model_copy(update={"offload": here})})
+    if room and pins.recompute is None and len(plan.exact.recompute) < plan.blocks:
+        fewer = pins.offload.model_copy(update={"activations": "disk", "optimizer": states})
+        yield recipe.model_copy(update={"exact": pins.model_copy(update={"offload": fewer, "recompute": "all"})})
 
 
 def with_more_overhead(plan: Plan, recipe: Any, config: dict[str, Any], held: int) -> Plan | None:

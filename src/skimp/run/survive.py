@@ -1,5 +1,8 @@
 """When memory runs short while training: give the step up, go on smaller, and lose nothing that was learned.
 
+A disk that fills or fails under the activations that wait on it is such a shortage too (`run.disk_fault`): the run goes
+on with a plan that does without it.
+
 A step that broke off is taken again with the same rows only where none of its parameters had moved. Stepping in
 backward moves them early and an update may break off half done; then the newest sound checkpoint is loaded into the
 living run (or the beginning, where there is none yet) and the steps since are repeated. Noise is addressed by name and
@@ -13,13 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from skimp.core.errors import OutOfMemory
+from skimp.core.errors import OffloadError, OutOfMemory
 from skimp.core.memory.process import give_back, resident, set_malloc_policy
 from skimp.core.memory.shortage import refused
 from skimp.core.units import format_bytes
 from skimp.kernels.native import pool
 from skimp.plan.plan import Plan
-from skimp.plan.smaller import with_less_room, with_more_overhead
+from skimp.plan.smaller import with_less_disk, with_less_room, with_more_overhead
+from skimp.run.disk_fault import DiskFault, give_back_disk, stopped_by_disk
 from skimp.run.durable import write_json
 from skimp.run.resting import resting_below
 from skimp.run.watchdog import Excess, NearlyOut, Watchdog
@@ -30,12 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shortage:
-    """What happened: in words, whether parameters had moved, resident bytes held then, bytes refused (0: unknown)."""
+    """What happened: in words, whether parameters had moved, resident bytes held then, bytes refused (0: unknown), and
+    the disk, where that is what failed."""
 
     story: str
     spoiled: bool
     held: int
     asked: int
+    disk: DiskFault | None = None
 
 
 class Survival:
@@ -68,11 +74,12 @@ class Survival:
 
         Raises:
             OutOfMemory: it never did, or the machine is nearly out; what was learned until then is saved.
+            OffloadError: a disk failed under what waited there and no plan does without; saved as well.
         """
         while True:
             try:
                 return action()
-            except (RuntimeError, MemoryError, OSError, NearlyOut) as error:
+            except (RuntimeError, MemoryError, OSError, OffloadError, NearlyOut) as error:
                 short = _understood(loop, error)
                 if short is None:
                     raise
@@ -112,16 +119,24 @@ class Survival:
         self._tries += 1
         if self._tries > self.retries:
             self._stop(loop, short, f"it was tried again {self.retries} times")
-        found = self._smaller(loop, with_less_room, short.held, short.asked)
+        if short.disk is not None:
+            found = self._smaller(loop, with_less_disk, short.disk.room)
+        else:
+            found = self._smaller(loop, with_less_room, short.held, short.asked)
         if found is None and self._tries > 1:
-            self._stop(
-                loop, short, "it was tried again, and there is no smaller plan that leaves the mathematics alone"
-            )
+            other = "smaller plan that leaves the mathematics alone"
+            if short.disk is not None:
+                other = "plan within the budget that does without that disk"
+            self._stop(loop, short, f"it was tried again, and there is no {other}")
         did = "the step is taken again"
+        if found is not None:  # first: what is restored is restored into a run that works
+            try:
+                self._rebuild(loop, found)
+            except OSError as error:  # it needs a place that cannot be had
+                self._stop(loop, short, f"the plan that would do needs {error.filename}: {error.strerror}")
         if short.spoiled:
             did = f"parameters had moved, so the run went back to {self.restore(loop)}"
         if found is not None:
-            self._rebuild(loop, found)
             did += f", with {self._described()}"
         self._note(loop, step, f"{short.story}; {did}")
 
@@ -177,9 +192,13 @@ class Survival:
 
     def _stop(self, loop: Loop, short: Shortage, why: str, ways: Sequence[str] = ()) -> NoReturn:
         """Save what is sound and end with what to do."""
+        if short.disk is not None:
+            give_back_disk(loop.run)
         if not short.spoiled:
             loop.save(spare=1)
         kept, folder = loop.saver.newest(), loop.folder.path
+        if short.disk is not None:
+            raise stopped_by_disk(loop.state.step + 1, short.story, why, short.disk, kept, folder)
         raise OutOfMemory(
             f"optimizer step {loop.state.step + 1} within memory",
             short.story,
@@ -202,9 +221,11 @@ class Survival:
 
 def _understood(loop: Loop, error: BaseException) -> Shortage | None:
     """The shortage behind an exception, whose frames are emptied; None for any other error."""
-    delivery, held = loop.run.delivery, resident().now
+    delivery, held, disk = loop.run.delivery, resident().now, DiskFault.of(error, loop.run)
     spoiled = delivery.midway or delivery.step_index != loop.state.step
-    if isinstance(error, NearlyOut):
+    if disk is not None:
+        asked, story = 0, disk.story
+    elif isinstance(error, NearlyOut):
         asked, story = -1, str(error)
     else:
         found = refused(error)
@@ -217,4 +238,4 @@ def _understood(loop: Loop, error: BaseException) -> Shortage | None:
     while one is not None:
         traceback.clear_frames(one.__traceback__)
         one = one.__cause__ or one.__context__
-    return Shortage(story, spoiled, held, asked)
+    return Shortage(story, spoiled, held, asked, disk)
