@@ -47,9 +47,17 @@ def run(name: str, steps: int, seq: int, work: Path) -> dict[str, Any]:
         "planned": found["planned_rss_bytes"], "peak": found["rss_peak_bytes"], "baseline": found["rss_baseline_bytes"],
         "tracked": found["measured_peak_bytes"], "simulated": found["planned_peak_bytes"],
         "predicted": found["plan"]["predicted_step_seconds"], "seconds": median(m["seconds"] for m in metrics[1:]),
-        "disk": found["plan"]["places"]["disk"]["peak_bytes"],
+        "away": found["away"], "disk": found["plan"]["places"]["disk"]["peak_bytes"],
         "numbers": [[m["loss"].hex(), m["grad_norm"].hex()] for m in metrics], "loss": metrics[-1]["loss"],
     }  # fmt: skip
+
+
+def _traffic(label: str, away: dict[str, float], steps: int) -> list[str]:
+    """What the tier counted, per step. Hidden: the share of its copying that the computation did not wait for; the
+    threads that copy run on the same cores."""
+    rate = (away["out"] + away["back"]) / away["moving"]
+    return [label, measure.gb(away["out"] / steps), measure.gb(away["back"] / steps), f"{rate / 1e9:.2f} GB/s",
+            f"{away['moving'] / steps:.2f}", f"{away['waited'] / steps:.2f}", f"{away['hidden']:.0%}"]  # fmt: skip
 
 
 def main() -> None:
@@ -76,6 +84,13 @@ def main() -> None:
           f"{r['seconds']:.2f}", f"{r['seconds'] / first['seconds']:.2f}", f"{r['predicted']:.2f}",
           "same bits" if r["numbers"] == first["numbers"] else f"differ, {r['loss']:.6f}"] for n, r in rows.items()],
     ))  # fmt: skip
+    moved = {n: r for n, r in rows.items() if r["away"]}
+    if moved:
+        print("\n" + measure.table(
+            ["activations on disk", "out a step", "back a step", "written and read at", "copying, s a step",
+             "waited for, s a step", "hidden"],
+            [_traffic(RUNS[n][0], r["away"], args.steps) for n, r in moved.items()],
+        ))  # fmt: skip
     measure.write_json(args.json, {"rows": rows, "machine": measure.machine()})
 
 

@@ -23,7 +23,7 @@ from skimp.core.pinned import HostTier
 from skimp.core.saved import Saved
 from skimp.core.state_file import StateFile
 from skimp.core.through_host import DiskThroughHost
-from skimp.core.tiers import GRAIN, PlaceError, SimulatedDisk
+from skimp.core.tiers import GRAIN, PlaceError, SimulatedDisk, Traffic
 
 
 @pytest.fixture
@@ -437,4 +437,40 @@ def test_late_copies_to_the_host_never_spoil_a_number() -> None:
         assert torch.equal(x.grad, expected)
     assert tier.used == 0
     assert streams.pinned_bytes == tier.size == tier.peak, "pinned memory was asked for again"
+    tier.close()
+
+
+def test_a_tier_counts_what_moved_how_long_it_took_and_what_was_waited_for(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock of each thread's own that goes on by one whenever it is read: every interval is one second."""
+    own = threading.local()
+
+    def clock() -> float:
+        own.now = getattr(own, "now", 0) + 1
+        return float(own.now)
+
+    monkeypatch.setattr(disk.time, "perf_counter", clock)
+    storage = torch.arange(500, dtype=torch.uint8).untyped_storage()
+    extent = tier.reserve(500)
+    tier.store(extent, storage, 0).wait()
+    assert tier.traffic() == Traffic(500, 0, 1.0, 1.0)
+    before, unasked = tier.traffic(), [tier.fetch(extent, storage), tier.fetch(extent, storage)]
+    unasked[1].wait()
+    assert tier.traffic() == Traffic(500, 1000, 3.0, 2.0)
+    assert tier.traffic().plus(before, -1) == Traffic(0, 1000, 2.0, 1.0)
+    assert tier.traffic().plus(before, -1).hidden == 0.5
+    assert Traffic(10, 10).hidden is None
+    assert Traffic(1, 1, 1.0, 3.0).hidden == 0.0
+
+
+def test_copies_through_a_host_are_counted_as_well(tmp_path: Path) -> None:
+    tier = DiskThroughHost(tmp_path, streams=Late())
+    saved = Saved(tier, least=1)
+    run(saved, lambda: torch.randn(31, 33, requires_grad=True).exp().sin()).sum().backward()
+    found = tier.traffic()
+    assert found.out == tier.written > 0
+    assert found.back == tier.fetched > 0
+    assert found.moving > 0
+    assert found.waited > 0
     tier.close()

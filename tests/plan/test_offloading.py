@@ -184,7 +184,10 @@ def test_a_cards_copies_pass_beside_the_computation_and_a_cpus_do_not(tmp_path: 
     assert transfers.seconds({"host": (out, back)}, "", 0.0) == pytest.approx(2e9 / transfers.CARD_HOST)
     road = transfers.way("disk", str(tmp_path))
     assert not road.beside
-    assert road.source == f"measured in {tmp_path}"
+    assert road.source.startswith(f"measured in {tmp_path}: ")
+    assert f"{road.out / 1e6:,.0f} MB/s out, {road.back / 1e6:,.0f} MB/s back" in road.source
+    assert "a slow disk" in transfers.measured_way("x", 90e6, 800e6).source
+    assert "slow" not in transfers.measured_way("x", 900e6, 800e6).source
     assert transfers.seconds({"disk": (out, back)}, str(tmp_path), compute) == pytest.approx(
         out / road.out + back / road.back
     )

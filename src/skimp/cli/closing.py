@@ -37,6 +37,8 @@ def print_closing(outcome: Any, console: Console) -> None:
     before, after = s["eval_loss_before"], s["eval_loss_after"]
     if before is not None and after is not None:
         console.print(f"held-out loss {before:.4f} → {after:.4f}")
+    if s.get("away"):
+        console.print(away_words(s["away"]))
     for event in s.get("survived", ()):  # absent from an older skimp's
         console.print(Text(f"survived at {event}"), soft_wrap=True)
     how = WORDS.get(outcome.stopped, outcome.stopped)
@@ -44,6 +46,18 @@ def print_closing(outcome: Any, console: Console) -> None:
     console.print(Text(end), soft_wrap=True)
     if outcome.stopped in ("SIGINT", "SIGTERM"):
         console.print(Text(f"continue with:\n  skimp train {outcome.folder} --resume"), soft_wrap=True)
+
+
+def away_words(away: dict[str, Any]) -> str:
+    """What activations moved to the place they waited in and back, and how much of that cost no time of its own."""
+    bytes_moved = f"{format_bytes(int(away['out']))} out, {format_bytes(int(away['back']))} back"
+    if away["hidden"] is None:
+        return f"activations that waited elsewhere: {bytes_moved}"
+    moving, waited = format_seconds(away["moving"]), format_seconds(away["waited"])
+    return (
+        f"activations that waited on disk: {bytes_moved}; {moving} of copying, of which the computation waited for "
+        f"{waited}: {away['hidden']:.0%} hidden"
+    )
 
 
 def print_trial(plan: Any, trial: Any, console: Console) -> None:

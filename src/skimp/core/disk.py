@@ -12,6 +12,7 @@ import ctypes
 import errno
 import os
 import tempfile
+import time
 import weakref
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -117,12 +118,13 @@ class DiskTier(Tier):
     # that a simulation knows.
 
     def copy_out(self, extent: Extent, storage: torch.UntypedStorage, start: int) -> Pending:
-        return _Job(self._writers.submit(self._write, extent, storage.data_ptr() + start))
+        return _Job(self, self._writers.submit(self._write, extent, storage.data_ptr() + start))
 
     def copy_in(self, extent: Extent, storage: torch.UntypedStorage) -> Pending:
-        return _Job(self._readers.submit(self._read, extent, storage.data_ptr()))
+        return _Job(self, self._readers.submit(self._read, extent, storage.data_ptr()))
 
     def _write(self, extent: Extent, address: int) -> None:
+        begin = time.perf_counter()
         data = _bytes_at(address, extent.nbytes)
         self._sums[extent.offset] = zlib.crc32(data)
         done = 0
@@ -131,8 +133,10 @@ class DiskTier(Tier):
                 done += os.pwrite(self._file, data[done:], extent.offset + done)
             except OSError as error:
                 raise PlaceError.of(error, str(self.folder)) from error
+        self.out_seconds += time.perf_counter() - begin
 
     def _read(self, extent: Extent, address: int) -> None:
+        begin = time.perf_counter()
         data = _bytes_at(address, extent.nbytes)
         done = 0
         while done < extent.nbytes:
@@ -150,6 +154,15 @@ class DiskTier(Tier):
                 "the disk, its cable or its file system changed them",
                 "go on from the last checkpoint with exact.offload.folder=… on another disk",
             )
+        self.back_seconds += time.perf_counter() - begin
+
+    def outcome(self, job: Future[None]) -> None:
+        """Stand still until a thread's copy is over; raises what went wrong with it."""
+        begin = time.perf_counter()
+        try:
+            job.result()
+        finally:
+            self.waited += time.perf_counter() - begin
 
     def close(self) -> None:
         self._writers.shutdown()
@@ -161,11 +174,11 @@ class DiskTier(Tier):
 class _Job:
     """A thread's copy."""
 
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
+    def __init__(self, tier: DiskTier, future: Future[None]) -> None:
+        self._tier, self._future = tier, future
 
     def wait(self) -> None:
-        self._future.result()
+        self._tier.outcome(self._future)
 
 
 def _bytes_at(address: int, nbytes: int) -> memoryview:

@@ -70,7 +70,7 @@ class _Back:
         self._tier, self._job, self._buffer, self._target = tier, job, buffer, target
 
     def wait(self) -> None:
-        self._job.result()
+        self._tier.outcome(self._job)
         pending = self._tier._streams.copy(self._target, self._buffer, "in")
         pending.wait()
         pending.finish()  # the buffer is someone else's next

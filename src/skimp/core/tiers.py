@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import ClassVar, Protocol
 
 import torch
@@ -52,6 +52,32 @@ class Pending(Protocol):
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """What went to a place and came back, and what it cost.
+
+    Attributes:
+        out, back: bytes.
+        moving: seconds that copies took, added up over the threads that make them.
+        waited: seconds that the computation stood still for one.
+    """
+
+    out: int = 0
+    back: int = 0
+    moving: float = 0.0
+    waited: float = 0.0
+
+    @property
+    def hidden(self) -> float | None:
+        """Share of the copies' seconds that passed behind the computation; None where they were not timed."""
+        return max(0.0, 1 - self.waited / self.moving) if self.moving else None
+
+    def plus(self, other: Traffic, sign: int = 1) -> Traffic:
+        """The sum of both; with -1 what came since `other`."""
+        mine, theirs = astuple(self), astuple(other)
+        return Traffic(*(a + sign * b for a, b in zip(mine, theirs, strict=True)))
+
+
+@dataclass(frozen=True)
 class Extent:
     """`nbytes` bytes at `offset` of a tier."""
 
@@ -74,13 +100,20 @@ class Tier:
         used, peak: bytes held now and at most.
         size: bytes taken from the place, freed extents that wait for the next one included.
         written, fetched: bytes moved out and back since the start.
+        out_seconds, back_seconds: what those copies took, each counted by the one thread that makes them.
+        waited: seconds that whoever asked for them stood still until they were over.
     """
 
     place: ClassVar[Place]
 
     def __init__(self) -> None:
         self.used = self.peak = self.size = self.written = self.fetched = 0
+        self.out_seconds = self.back_seconds = self.waited = 0.0
         self._free: defaultdict[int, list[Extent]] = defaultdict(list)
+
+    def traffic(self) -> Traffic:
+        """All that moved until now; seconds 0 where copies are not timed, as between a card and its host."""
+        return Traffic(self.written, self.fetched, self.out_seconds + self.back_seconds, self.waited)
 
     def reserve(self, nbytes: int) -> Extent:
         """Room for `nbytes`.

@@ -28,6 +28,8 @@ CARD_HOST, CARD_DISK = 20e9, 2e9
 HOST_UPDATE = 20e9
 #: A disk that cannot be tried: a folder that cannot be written yet.
 UNKNOWN_DISK = 200e6
+#: Below this a disk is called slow: a hard disk reaches 100 to 200 MB/s, a solid one several times as much.
+SLOW_DISK = 300e6
 #: Share of a step's computation that is forward.
 FORWARD = 1 / 3
 
@@ -69,7 +71,14 @@ def _measured(folder: str) -> Way:
         back = min(_seconds(lambda: tier.fetch(extent, storage).wait()) for _ in range(2))
     finally:
         tier.close()
-    return Way(PROBE / out, PROBE / back, False, f"measured in {folder}")
+    return measured_way(folder, PROBE / out, PROBE / back)
+
+
+def measured_way(folder: str, out: float, back: float) -> Way:
+    """A disk at so many bytes a second out and back, in words that say when that is slow."""
+    rates = f"measured in {folder}: {out / 1e6:,.0f} MB/s out, {back / 1e6:,.0f} MB/s back"
+    slow = ", a slow disk: the predicted seconds are mostly its" if min(out, back) < SLOW_DISK else ""
+    return Way(out, back, False, rates + slow)
 
 
 def _seconds(call: object) -> float:

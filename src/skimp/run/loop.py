@@ -18,10 +18,12 @@ from skimp.core.memory.process import resident
 from skimp.core.memory.timeline import Timeline, resident_reader
 from skimp.core.memory.tracker import CATEGORIES, Tracker
 from skimp.core.schedule import Schedule
+from skimp.core.tiers import Traffic
 from skimp.run.build import Run
 from skimp.run.durable import write_file
 from skimp.run.effect import Effect
 from skimp.run.folder import RunFolder, append_jsonl
+from skimp.run.offloaded import traffic
 from skimp.run.saving import Saver
 from skimp.run.signals import StopRequest
 from skimp.run.survive import Survival
@@ -48,6 +50,7 @@ class State:
     recent: list[float] = field(default_factory=list)
     samples: dict[str, str] = field(default_factory=dict)
     survived: list[str] = field(default_factory=list)
+    away: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         return dict(self.__dict__)
@@ -156,6 +159,7 @@ class Loop:
         first = state.step == self._started
         if first:
             self._effect = Effect(run)
+        before = traffic(run)
         try:
             result = self._watched(batch) if self._tracked() else run.step(batch)
         except NonFiniteError as error:
@@ -174,6 +178,9 @@ class Loop:
         state.loss_first = result.loss if state.loss_first is None else state.loss_first
         state.loss_last = result.loss
         memory, rate = resident(), result.trained / seconds
+        moved = traffic(run).plus(before, -1)
+        if moved.out:
+            state.away = asdict(Traffic(**state.away).plus(moved))
         append_jsonl(
             self.folder.metrics,
             {
@@ -187,6 +194,7 @@ class Loop:
                 "memory_peak_bytes": memory.peak,
                 "clip_scale": result.clip_scale,
                 "seconds": seconds,
+                **({"away": asdict(moved)} if moved.out else {}),
                 **({"note": "; ".join(self.notes)} if self.notes else {}),
             },
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,15 @@ from torch import nn
 from skimp.activations.offload import Offload
 from skimp.core import attention
 from skimp.core.away import Away
-from skimp.core.disk import GROWTH, DiskTier
-from skimp.core.errors import ConflictError
+from skimp.core.disk import GROWTH, DiskTier, open_unnamed
+from skimp.core.errors import ConflictError, RecipeError
 from skimp.core.exact import ExactChoices, Place
 from skimp.core.pinned import HostTier
 from skimp.core.state_file import StateFile
 from skimp.core.state_host import HostStates, SimulatedHostStates
 from skimp.core.structure import Structure
 from skimp.core.through_host import DiskThroughHost
-from skimp.core.tiers import SimulatedDisk, SimulatedHost, Tier
+from skimp.core.tiers import SimulatedDisk, SimulatedHost, Tier, Traffic
 from skimp.run.folder import OFFLOAD
 
 
@@ -60,6 +61,25 @@ def states_away(exact: ExactChoices, recipe: Any, simulated: bool) -> Away | Non
     return Away() if simulated else StateFile(folder(recipe))
 
 
+def check_disk(exact: ExactChoices, recipe: Any) -> None:
+    """A file can be made where something is to wait: asked before anything is loaded.
+
+    Raises:
+        RecipeError: it cannot, or the folder is in memory.
+    """
+    if (exact.offload and exact.offload_to == "disk") or exact.states == "disk":
+        where = folder(recipe)
+        try:
+            os.close(open_unnamed(where))
+        except OSError as error:
+            raise RecipeError(
+                f"exact.offload in {where}",
+                error.strerror or str(error),
+                "what waits on disk is written there",
+                ["exact.offload.folder=… that can be written", "exact.offload={activations: none, optimizer: none}"],
+            ) from error
+
+
 def check_places(exact: ExactChoices) -> None:
     """Nothing can wait in the memory that computes.
 
@@ -87,6 +107,11 @@ def held(run: Any) -> dict[Place, int]:
     if away is not None:
         found[away.place] = found.get(away.place, 0) + away.nbytes
     return found
+
+
+def traffic(run: Any) -> Traffic:
+    """What the activations of the run's present wrappers moved, and what it cost."""
+    return Traffic() if run.offload is None else run.offload.tier.traffic()
 
 
 def moved(run: Any) -> dict[Place, tuple[int, int]]:

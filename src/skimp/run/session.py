@@ -19,6 +19,7 @@ from skimp.core.errors import CheckpointError, OutOfMemory
 from skimp.core.memory import shortage
 from skimp.core.memory.process import give_back, malloc_policy, reset_peak, resident, set_malloc_policy
 from skimp.core.rng import seed_everything
+from skimp.core.tiers import Traffic
 from skimp.core.units import format_bytes
 from skimp.kernels.native import pool
 from skimp.run import faults, rule_table
@@ -33,6 +34,7 @@ from skimp.run.folder import RunFolder, append_jsonl, begun, claim, truncate_jso
 from skimp.run.goback import GoBack
 from skimp.run.loggers.start import Loggers, shown
 from skimp.run.loop import Loop, State, watched
+from skimp.run.offloaded import check_disk
 from skimp.run.prepare import Text, given
 from skimp.run.resting import resting_below
 from skimp.run.sample import greedy, in_child
@@ -170,6 +172,7 @@ def train(
         asked: the recipe as it was given, where `auto: approximate` settled on another; it is what a resume reads.
         loggers: open, and told when to begin.
     """
+    check_disk(plan.exact, recipe)
     with ExitStack() as stack:
         folder.vitals.beat("load", budget=plan.places.device_budget, planned=plan.peak_bytes, steps=text.schedule.steps)
         stream = text.prepared.stream(recipe.train.batch_tokens)
@@ -350,6 +353,7 @@ def summarise(run: Run, plan: Any, state: State, stopped: str, wall: float) -> d
         "wall_seconds": wall,
         "samples": state.samples,
         "survived": state.survived,
+        "away": {**state.away, "hidden": Traffic(**state.away).hidden} if state.away else None,
         "malloc_policy": malloc_policy(),
         "plan": plan.as_dict(),
         "adapter_table": None if run.adapter is None else [asdict(row) for row in run.adapter.table()],
