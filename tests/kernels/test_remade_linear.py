@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -132,3 +134,21 @@ def test_a_bfloat16_gradient_is_added_by_autograd() -> None:
     for _ in range(2):
         linear(torch.ones(2, 4, dtype=torch.bfloat16), weight, None, accumulate=True).sum().backward()
     assert len([grad for grad in seen if grad is not None]) == 2
+
+
+@pytest.mark.parametrize("hooked", ["recompute", "hooks"])
+def test_it_adds_where_the_gradient_lies_also_under_hooks_on_saved_tensors(hooked: str) -> None:
+    """Recompute and offload hand back aliases of what was kept, which hold no gradient."""
+    from torch.utils.checkpoint import checkpoint
+
+    weight, seen, calls = nn.Parameter(torch.randn(7, 5)), [], [0, 0]
+    weight.register_hook(lambda grad: seen.append(grad))
+    layer = lambda x: linear(x, weight, None, accumulate=True).tanh()
+    for micro_batch in range(2):
+        x, held = torch.randn(3, 5, requires_grad=True), weight.grad
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t) if hooked == "hooks" else nullcontext():
+            y = checkpoint(layer, x, use_reentrant=False) if hooked == "recompute" else layer(x)
+        y.sum().backward()
+        calls[micro_batch] = len([grad for grad in seen if grad is not None])
+        assert held is None or weight.grad is held
+    assert calls == [1, 1], "autograd was handed the second gradient and added it"

@@ -79,7 +79,8 @@ class _Linear(torch.autograd.Function):
             made.again.readers += 1
             ctx.save_for_backward(weight, *made.inputs)
         ctx.again = None if made is None else made.again
-        ctx.accumulate, ctx.in_out = accumulate, in_out
+        # Under hooks on saved tensors (recompute, offload, codes) what comes back is an alias, which holds no gradient.
+        ctx.owner, ctx.in_out = weight if accumulate and weight.is_leaf else None, in_out
         if in_out:
             assert bias is not None  # Conv1D always has one
             return _in_out(x, weight, bias)
@@ -97,8 +98,9 @@ class _Linear(torch.autograd.Function):
             x = inputs[0] if ctx.again is None else ctx.again(*inputs)
             x = x.reshape(-1, x.shape[-1])
             first, second = (x.t(), rows) if ctx.in_out else (rows.t(), x)
-            if ctx.accumulate and weight.grad is not None:
-                weight.grad.addmm_(first, second)
+            held = None if ctx.owner is None else ctx.owner.grad
+            if held is not None:
+                held.addmm_(first, second)
             else:
                 dw = first @ second
             del x, first, second
