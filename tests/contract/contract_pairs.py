@@ -125,8 +125,10 @@ SWITCHES["sst"] = Switch(
 )
 SWITCHES["s2-attention"] = Switch(lambda run: run.sparse.runs > 0, overrides=S2)
 #: Low-rank additions made of the same layer: each is switched on by its name.
-KIN = ("rslora", "lora-plus", "dora", "olora", "pissa", "gradnormlorp", "relora")
+KIN = ("rslora", "lora-plus", "dora", "olora", "pissa", "gradnormlorp", "relora", "loftq")
 SWITCHES |= {name: Switch(_adapter(name), overrides=(f"adapter={{name: {name}, r: 4}}",)) for name in KIN}
+#: Of a coded base.
+SWITCHES["loftq"] = Switch(_adapter("loftq"), overrides=("model.weights=nf4", "adapter={name: loftq, r: 4}"))
 SWITCHES |= {name: Switch(_rule(name), overrides=(f"optimizer={name}",)) for name in RULES}
 SWITCHES |= {name: Switch(_rule(name), overrides=(override,)) for name, override in FAMILY.items()}
 
@@ -167,6 +169,11 @@ BESIDE |= {
     for name in CODECS
     for other, known in methods().items()
     if known.kind == "adapter"
+}
+
+BESIDE |= {
+    frozenset((name, "loftq")): Technique(overrides=(f"model.weights={name}", "adapter={name: loftq, r: 4}"))
+    for name in CODECS
 }
 
 #: What LoRA needs beside another method its kin need too; one of them in the fast tests will do.

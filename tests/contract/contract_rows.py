@@ -122,6 +122,7 @@ LISA = ("train.layers={name: lisa, active: 2, every: 20}", "train.seed=2")
 LISA_BLOCKS = ("train.layers={name: lisa, active: 2, every: 20, embeddings: false, head: false}",)
 S2FT = ("adapter={name: s2ft, v: 0.5, o: 0.25, u: 0.05, d: 0.1}",)
 QLORA = ("model.weights=nf4", "adapter=lora")
+LOFTQ = ("model.weights=nf4", "adapter={name: loftq, r: 4}")
 #: A draw within the steps of a resume, and the end of a round.
 SST = ("adapter={name: sst, r: 8, every: 2, warmup: 1, draws: 2}",)
 #: Compact states below the rank of the additions, and a change of basis within the steps of a test. B begins from W: of
@@ -221,6 +222,15 @@ TECHNIQUES: dict[str, Technique] = {
     "olora-bf16-mixed": Technique(overrides=("adapter={name: olora, reparam: dora}", "precision=bf16-mixed")),
     "pissa": Technique(overrides=("adapter={name: pissa, r: 4}",)),
     "pissa-packing": Technique({"micro_rows": 3}, ("adapter={name: pissa, r: 4}",), PACKED),
+    "loftq": Technique(overrides=LOFTQ),
+    "loftq-no-turns": Technique(overrides=("model.weights=nf4", "adapter={name: loftq, steps: 0}"), base="qlora"),
+    "loftq-in-backward": Technique({"in_backward": True}, LOFTQ, base="loftq"),
+    "loftq-recompute": Technique({"recompute": (0, 2)}, LOFTQ, base="loftq"),
+    "loftq-bf16": Technique(overrides=(*LOFTQ, "precision=bf16")),
+    "loftq-int4": Technique(overrides=("model.weights=int4", "adapter={name: loftq, r: 4, steps: 2}")),
+    "loftq-sketch-dora": Technique(
+        overrides=("model.weights={name: sketch, bits: 2}", "adapter={name: loftq, r: 4, reparam: dora}")
+    ),
     "relora": Technique(overrides=("adapter={name: relora, r: 4, every: 2, warmup: 1}",)),
     "relora-in-backward": Technique(
         {"in_backward": True}, ("adapter={name: relora, r: 4, every: 2, warmup: 1}",), base="relora"

@@ -29,6 +29,7 @@ FAST = [
     ("lora-bf16", "gpt2"),
     ("lora-full", "llama-tied"),
     ("olora", "llama-tied"),
+    ("loftq", "gpt2"),
     ("relora", "llama-tied"),
     ("gradnormlorp", "gpt2"),
     ("s2ft-permuted", "llama-tied"),

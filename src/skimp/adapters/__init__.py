@@ -15,6 +15,7 @@ FACTS: list[Facts] = [*LOW_RANK, *SLICES, *SIDE]
 _WHERE = {
     "Handle": "handle",
     "LoRA": "lora",
+    "LoftQ": "loftq",
     "ReLoRA": "relora",
     "Shelf": "shelf",
     "QST": "qst",

@@ -12,7 +12,9 @@ from typing import Any
 from skimp.core.option import Option
 from skimp.core.registry import Conflict, Facts, Paper
 
-INITS = ("kaiming", "gaussian", "olora", "pissa", "pissa-fast")
+INITS = ("kaiming", "gaussian", "olora", "pissa", "pissa-fast", "loftq")
+#: Those of which what A and B begin with is kept beside them.
+KEPT = ("olora", "pissa", "pissa-fast", "loftq")
 REPARAMS = ("plain", "dora", "weightnorm")
 
 #: What each name fixes.
@@ -23,6 +25,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dora": {"reparam": "dora"},
     "olora": {"init": "olora"},
     "pissa": {"init": "pissa"},
+    "loftq": {"init": "loftq"},
     "gradnormlorp": {"reparam": "weightnorm"},
     "relora": {"init": "kaiming", "reparam": "plain"},
 }
@@ -58,6 +61,7 @@ def _preset(
     options: Mapping[str, Option] | None = None,
     where: str = "skimp.adapters.lora:LoRA",
     conflicts: Mapping[str, Conflict] | None = None,
+    needs: tuple[str, ...] = (),
 ) -> Facts:
     fixed = PRESETS[name]
     return Facts(
@@ -70,6 +74,7 @@ def _preset(
         saves=_FLOATS + saves,
         paper=paper,
         stages=("fine-tuning",),
+        needs=needs,
         recipe=recipe,
         conflicts=conflicts or {},
         options={**{k: o for k, o in _OPTIONS.items() if k not in fixed}, **(options or {})},
@@ -119,6 +124,25 @@ LOW_RANK: list[Facts] = [
             2024,
             "2404.02948",
         ),
+    ),
+    _preset(
+        "loftq",
+        "LoRA on a coded base whose codes and product are fitted to each weight in turn, so that step 0 is nearer to "
+        "the dense model",
+        _ORIGIN,
+        Paper("LoftQ: LoRA-Fine-Tuning-Aware Quantization for Large Language Models", 2023, "2310.08659"),
+        needs=("model.weights: codes and product are fitted to each other",),
+        recipe="model: {name: …, weights: nf4}\nadapter: {name: loftq, r: 16}",
+        options={
+            "steps": Option(
+                5,
+                "Turns of coding W - s B A and decomposing what is left; the best is taken. 0: B = 0, as plain LoRA on "
+                "the coded base.",
+                least=0,
+                most=100,
+            ),
+        },
+        where="skimp.adapters.loftq:LoftQ",
     ),
     _preset(
         "gradnormlorp",

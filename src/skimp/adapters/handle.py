@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from skimp.adapters.merge import Merged
+from skimp.core.coded_model import Coder
 from skimp.core.errors import ConflictError, EffectError, SkimpError
 from skimp.core.events import Event
 from skimp.core.structure import Structure
@@ -123,6 +124,17 @@ class Handle(ABC):
 
         Args:
             asked: as `attach`, and "seed".
+        """
+        return {}
+
+    @classmethod
+    def coders(
+        cls, asked: Mapping[str, Any], model: nn.Module, structure: Structure, codec: Any
+    ) -> Mapping[str, Coder]:
+        """Layer -> what makes its codes in the codec's place, of a method that has a say in them.
+
+        Args:
+            asked: as `attach`. model: its layers still dense, without values. codec: of the base; None without one.
         """
         return {}
 

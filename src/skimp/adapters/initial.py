@@ -5,15 +5,17 @@
     olora       B orthonormal, A upper-trapezoidal: the first r columns of Q and rows of R of W = Q R
     pissa       B = U sqrt(S / s), A = sqrt(S / s) V', the r largest singular triples of W
     pissa-fast  the same from a randomised SVD with four power iterations
+    loftq       the same of W - Q, of what the codes of a coded base leave over (`loftq`)
 
-The last three begin with s B A ≠ 0. Their papers take that out of the base, W - s B0 A0; here the base stays as it is
+olora and pissa begin with s B A ≠ 0. Their papers take that out of the base, W - s B0 A0; here the base stays as it is
 and A0 and B0 are kept beside it, so that y = W x + s (B A - B0 A0) x: the same numbers train, W is never rounded anew
 (in bfloat16 or 4 bits it would be), `detach` is exact, other adapters can share the base, and the export is
 s [B, -B0] [A; A0], a plain LoRA of rank 2r on the original weights. Price: 4 r (inputs + outputs) bytes, a quarter of
 what plain LoRA adds, and two more thin products.
 
 R's first r rows are Q_r' W, so only the thin QR of W's first r columns is made, in float64. Signs are LAPACK's; A0 and
-B0 are in the checkpoint and never made again.
+B0 are in the checkpoint and never made again. loftq's make up for what Q lost and stay in; A0 and B0 are kept for its
+export alone, which is the same on the original weights.
 
 Papers: "OLoRA: Orthonormal Low-Rank Adaptation of Large Language Models", Büyükakyüz, 2024, arXiv 2406.01775, section
 3; "PiSSA: Principal Singular Values and Singular Vectors Adaptation of Large Language Models", Meng et al., 2024,
@@ -30,7 +32,7 @@ from torch import Tensor
 from skimp.core import noise
 from skimp.core.linalg import PANEL, exact_basis, random_basis
 
-#: Initialisations from W itself.
+#: Initialisations from W itself, taken out of what is computed.
 FROM_BASE = ("olora", "pissa", "pissa-fast")
 #: Of the randomised SVD.
 POWER = 4

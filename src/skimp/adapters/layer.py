@@ -4,12 +4,12 @@ The layer stays the module it was, with its weight under its name, frozen. Besid
 
     lora_A (r, inputs), lora_B (outputs, r)    trained
     lora_magnitude_vector (outputs,)           trained, where rows are normalised
-    lora_A0, lora_B0                           frozen, where A and B begin from W
+    lora_A0, lora_B0                           frozen, where A and B begin from W or from what its codes leave over
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from skimp.adapters.linear import lora_linear
 from skimp.adapters.merge import A0, B0, MAGNITUDE, A, B, add_products
 from skimp.adapters.norms import Pair, row_norms
 from skimp.adapters.spec import Spec
-from skimp.adapters.targets import is_transposed
+from skimp.adapters.targets import TargetError, is_transposed
 from skimp.core.coded import Base, dense_rows, without_values
+from skimp.core.errors import ConflictError
 from skimp.core.position import recording
 
 
@@ -30,6 +31,26 @@ def sizes(module: Any) -> tuple[int, int]:
     """(outputs, inputs) of a linear layer, however it stores its weight."""
     first, second = module.weight.shape
     return (second, first) if is_transposed(module) else (first, second)
+
+
+def check_ranks(spec: Spec, shapes: Mapping[str, tuple[int, int]]) -> None:
+    """Refuse a rank above the smaller side of a layer.
+
+    Args:
+        shapes: layer -> (outputs, inputs).
+
+    Raises:
+        TargetError: with the largest rank that works.
+    """
+    wide = [name for name, shape in shapes.items() if spec.rank_of(name) > min(shape)]
+    if wide:
+        least = min(min(shapes[name]) for name in wide)
+        raise TargetError(
+            f"adapter.r: {spec.rank_of(wide[0])} on {wide[0]}",
+            f"a matrix of {shapes[wide[0]][0]} x {shapes[wide[0]][1]}; {len(wide)} of {len(shapes)} are too small",
+            "a product of that rank has more numbers than the matrix it is added to",
+            [f"adapter.r={least}", "adapter.targets: only the larger layers"],
+        )
 
 
 class LowRank:
@@ -65,7 +86,12 @@ class LowRank:
         """The products that are added to W, the trained one first."""
         m = self.module
         found: list[Pair] = [(m.lora_A, m.lora_B, self.scale)]
-        return found + ([(m.lora_A0, m.lora_B0, -self.scale)] if A0 in m._buffers else [])
+        return found + ([(m.lora_A0, m.lora_B0, -self.scale)] if self.taken_out else [])
+
+    @property
+    def taken_out(self) -> bool:
+        """Whether what A and B began with is subtracted; LoftQ's stays in, for what the codes have lost."""
+        return self.spec.init in FROM_BASE
 
     @torch.no_grad()
     def _begin(self) -> None:
@@ -76,8 +102,10 @@ class LowRank:
         a = torch.empty(rank, inputs, dtype=dtype, device=like.device)
         b = torch.zeros(outputs, rank, dtype=dtype, device=like.device)
         real = not without_values(like)
-        if spec.init in FROM_BASE:
-            if real:
+        if spec.keeps_start:
+            if real and spec.init == "loftq":
+                a, b = self._fitted()
+            elif real:
                 a, b = from_base(spec.init, self._dense(dtype), rank, self.scale, spec.seed, f"{self.name}.{A}")
             module.register_buffer(A0, a.clone(), persistent=False)
             module.register_buffer(B0, b.clone(), persistent=False)
@@ -88,6 +116,19 @@ class LowRank:
         if spec.reparam != "plain":
             lengths = self.lengths() if real else a.new_empty(outputs)
             module.register_parameter(MAGNITUDE, nn.Parameter(lengths))
+
+    def _fitted(self) -> tuple[Tensor, Tensor]:
+        """A and B as they were made with the layer's codes."""
+        fit = getattr(getattr(self.module, "coder", None), "fit", None)
+        if fit is None or fit.a.shape[0] != self.spec.rank_of(self.name):
+            raise ConflictError(
+                f"adapter 'loftq' on {self.name}",
+                "no codes that were made with a product beside them",
+                "codes and product are fitted to the dense weight together, before it is gone",
+                ["model.weights=nf4 beside adapter=loftq", "LoftQ.on(model, codec, spec), on a dense model"],
+            )
+        self.module.coder = None
+        return fit.a, fit.b
 
     def lengths(self) -> Tensor:
         """(outputs,) norms of the rows of W with its additions."""
@@ -124,7 +165,7 @@ class LowRank:
                 self.scale,
                 transposed=transposed,
                 dropout=dropout_here(spec.dropout, spec.seed, self.name, x) if dropped else None,
-                start=(module.lora_A0, module.lora_B0) if A0 in module._buffers else None,
+                start=(module.lora_A0, module.lora_B0) if self.taken_out else None,
                 gain=gain,
             )
 

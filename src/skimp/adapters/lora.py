@@ -24,12 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from skimp.adapters.handle import Handle, Merging, Row
-from skimp.adapters.initial import FROM_BASE
-from skimp.adapters.layer import LowRank, sizes
+from skimp.adapters.layer import LowRank, check_ranks, sizes
 from skimp.adapters.lora_peft import config_of, tensors_of
 from skimp.adapters.merge import MAGNITUDE, A, B, Merged, Sums, largest_gap
 from skimp.adapters.spec import ALL_LINEAR, Spec
-from skimp.adapters.targets import TargetError, adapted, match
+from skimp.adapters.targets import adapted, match
 from skimp.core.coded_model import refuse_coded
 from skimp.core.errors import ConflictError, EffectError
 from skimp.core.read import read
@@ -76,25 +75,13 @@ class LoRA(Handle):
         self.modules = match(model, self.structure, self.spec.targets)
         self.full = self._full()
         self.name = self.spec.name
-        self._check_ranks()
+        check_ranks(self.spec, {name: sizes(self.module(name)) for name in self.modules})
         self.scale = {name: self.spec.factor(name) for name in self.modules}
         self.merged = False
         self._freeze_base()
         for name in self.full:
             self.module(name).weight.requires_grad_(True)
         self.layers = {name: LowRank(name, self.module(name), self.spec) for name in self.modules}
-
-    def _check_ranks(self) -> None:
-        shapes = {name: sizes(self.module(name)) for name in self.modules}
-        wide = [name for name, shape in shapes.items() if self.spec.rank_of(name) > min(shape)]
-        if wide:
-            least = min(min(shapes[name]) for name in wide)
-            raise TargetError(
-                f"adapter.r: {self.spec.rank_of(wide[0])} on {wide[0]}",
-                f"a matrix of {shapes[wide[0]][0]} x {shapes[wide[0]][1]}; {len(wide)} of {len(shapes)} are too small",
-                "a product of that rank has more numbers than the matrix it is added to",
-                [f"adapter.r={least}", "adapter.targets: only the larger layers"],
-            )
 
     def _full(self) -> tuple[str, ...]:
         """Names of the modules trained in full; a tied pair is one matrix, under the embedding's name."""
@@ -279,7 +266,7 @@ class LoRA(Handle):
                 f"{len(still)} did not move, first {still[0]}",
                 "no gradient reached them: their layers do not run, or their forward was replaced",
             )
-        more = [(A, "begins from W and B not at 0")] if self.spec.init in FROM_BASE else []
+        more = [(A, "begins beside a B that is not 0")] if self.spec.keeps_start else []
         more += [(MAGNITUDE, "scales every row")] if self.spec.reparam != "plain" else []
         for part, why in more:
             if not any(_differ(before, after, f"{name}.{part}") for name in self.modules):

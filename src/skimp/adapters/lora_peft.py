@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from skimp.adapters.initial import FROM_BASE
 from skimp.adapters.merge import A0, MAGNITUDE, A, B
 from skimp.adapters.spec import Spec
 from skimp.core.coded_model import linear_layers, stored_transposed
@@ -32,7 +31,7 @@ PREFIX = "base_model.model."
 
 def widening(spec: Spec) -> tuple[int, float]:
     """Factors on r and alpha of the plain form: twice the rank at the same s where the addition began from W."""
-    if spec.init not in FROM_BASE:
+    if not spec.keeps_start:
         return 1, 1.0
     return 2, math.sqrt(2.0) if spec.scale == "rslora" else 2.0
 

@@ -96,10 +96,14 @@ class Sums:
     def apply(self, name: str, value: Tensor, transposed: bool) -> Tensor:
         """W + s (B A - B0 A0), its rows given the trained norms where they have some."""
         module = name.removesuffix(".weight")
-        scale = self.spec.factor(module)
-        pairs: list[Pair] = [(self.get(f"{module}.{A}"), self.get(f"{module}.{B}"), scale)]
-        if f"{module}.{A0}" in self.names:
-            pairs.append((self.get(f"{module}.{A0}"), self.get(f"{module}.{B0}"), -scale))
         magnitude = self.get(f"{module}.{MAGNITUDE}") if f"{module}.{MAGNITUDE}" in self.names else None
-        add_products(value.t() if transposed else value, pairs, magnitude)
+        add_products(value.t() if transposed else value, self.pairs(module), magnitude)
         return value
+
+    def pairs(self, module: str) -> list[Pair]:
+        """The products that are added to a weight, the trained one first."""
+        scale = self.spec.factor(module)
+        found: list[Pair] = [(self.get(f"{module}.{A}"), self.get(f"{module}.{B}"), scale)]
+        if f"{module}.{A0}" in self.names:
+            found.append((self.get(f"{module}.{A0}"), self.get(f"{module}.{B0}"), -scale))
+        return found

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from skimp.adapters.family_facts import INITS, PRESETS, REPARAMS
+from skimp.adapters.family_facts import INITS, KEPT, PRESETS, REPARAMS
 from skimp.core.errors import SkimpError
 
 ALL_LINEAR = "all-linear"
@@ -30,6 +30,7 @@ class Spec:
         reparam: "plain" is W + s B A; "dora" gives each of its rows a trained norm, without a gradient through the
             row's own; "weightnorm" with it (`norms`).
         ratio: rate of B and of the norms over that of A (LoRA+, arXiv 2402.12354, section 4).
+        steps: of init "loftq": turns of coding and decomposing (`loftq`).
         seed: address of A's numbers and of the dropout masks.
         ranks: module name -> (r, alpha) where it differs from the above.
         name: what a recipe calls it.
@@ -48,6 +49,7 @@ class Spec:
     reparam: Literal["plain", "dora", "weightnorm"] = "plain"
     ratio: float = 1.0
     name: str = "lora"
+    steps: int = 5
 
     def __post_init__(self) -> None:
         wrong = [
@@ -59,6 +61,7 @@ class Spec:
                 ("dropout", self.dropout, 0.0 <= self.dropout < 1.0),
                 ("init", self.init, self.init in INITS),
                 ("reparam", self.reparam, self.reparam in REPARAMS),
+                ("steps", self.steps, self.steps >= 0),
                 ("ratio", self.ratio, math.isfinite(self.ratio) and self.ratio > 0),
             )
             if not good
@@ -84,6 +87,11 @@ class Spec:
         targets = values["targets"]
         ranks = {name: (int(r), float(alpha)) for name, (r, alpha) in values["ranks"].items()}
         return cls(**{**values, "targets": targets if isinstance(targets, str) else tuple(targets), "ranks": ranks})
+
+    @property
+    def keeps_start(self) -> bool:
+        """Whether what A and B began with is kept beside them."""
+        return self.init in KEPT and (self.init != "loftq" or self.steps > 0)
 
     def rank_of(self, name: str) -> int:
         """The rank of one module's addition."""

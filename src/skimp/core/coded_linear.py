@@ -10,7 +10,7 @@ multiplies (`core.coded`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,6 +49,9 @@ class CodedLinear(nn.Module):
         self.codec, self.dtype, self.stored_transposed = codec, dtype, stored_transposed
         #: crc32 of the dense weight as it came, for the base's fingerprint; None before it is encoded.
         self.dense_crc: int | None = None
+        #: Who makes the parts of a dense (outputs, inputs) weight in the codec's place: an initialiser that looks at
+        #: what the codec leaves over. None is the codec itself.
+        self.coder: Callable[[Tensor], Mapping[str, Tensor]] | None = None
         for name, (shape, kind) in codec.spec((outputs, inputs)).items():
             self.register_buffer(PREFIX + name, torch.empty(shape, dtype=kind, device=device))
         if bias:
@@ -77,7 +80,7 @@ class CodedLinear(nn.Module):
         wanted = (self.in_features, self.out_features) if self.stored_transposed else self.weight.shape
         if tuple(weight.shape) != tuple(wanted):
             raise SkimpError("a weight to encode", f"shape {tuple(weight.shape)}", f"the layer has {tuple(wanted)}")
-        encoded = self.codec.encode(weight.t() if self.stored_transposed else weight)
+        encoded = (self.coder or self.codec.encode)(weight.t() if self.stored_transposed else weight)
         for name, part in self.parts().items():
             part.copy_(encoded[name])
 

@@ -6,8 +6,8 @@ as the QLoRA paper has it (arXiv 2305.14314, section 3).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from skimp.core.coded_linear import CodedLinear, coded_layers
 from skimp.core.errors import ConflictError, EffectError, SkimpError
 from skimp.core.structure import Structure
+
+#: Makes the parts of a dense (outputs, inputs) weight.
+Coder: TypeAlias = Callable[[Tensor], Mapping[str, Tensor]]
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -37,11 +40,16 @@ def linear_layers(model: nn.Module, structure: Structure) -> dict[str, nn.Module
 
 
 @torch.no_grad()
-def encode_model(model: nn.Module, structure: Structure, codec: Any) -> list[str]:
+def encode_model(
+    model: nn.Module, structure: Structure, codec: Any, coders: Mapping[str, Coder] | None = None
+) -> list[str]:
     """Put every linear layer but the head into `codec`, in place; returns their names.
 
     Layers whose weight is on the meta device become empty coded ones, to be filled by `CodedLinear.take`; others are
     encoded one by one, so that the peak is the model and one layer's parts.
+
+    Args:
+        coders: layer -> what makes its parts in the codec's place (`CodedLinear.coder`).
 
     Raises:
         SkimpError: there is none, or a weight that is not finite, by name.
@@ -51,11 +59,12 @@ def encode_model(model: nn.Module, structure: Structure, codec: Any) -> list[str
         raise SkimpError(f"linear layers in codec '{codec.name}'", "none below the head", "", "leave the codec out")
     for name in names:
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, encoded(model.get_submodule(name), codec, name))
+        coder = (coders or {}).get(name)
+        setattr(model.get_submodule(parent), leaf, encoded(model.get_submodule(name), codec, name, coder))
     return names
 
 
-def encoded(module: Any, codec: Any, name: str = "") -> CodedLinear:
+def encoded(module: Any, codec: Any, name: str = "", coder: Coder | None = None) -> CodedLinear:
     """The coded form of one linear layer; its bias is the same parameter, frozen."""
     weight: Tensor = module.weight
     turned = is_transposed(module)
@@ -64,6 +73,7 @@ def encoded(module: Any, codec: Any, name: str = "") -> CodedLinear:
     if module.bias is not None:
         made.bias = module.bias.requires_grad_(False)
     made.train(module.training)
+    made.coder = coder
     if weight.device.type != "meta":
         take_named(made, weight, name)
     return made

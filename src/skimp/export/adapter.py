@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from skimp.adapters.handle import Handle
+from skimp.adapters.loftq import Fitted
 from skimp.core.errors import ModelError
 from skimp.core.registry import load
 from skimp.core.structure import read_structure
@@ -47,7 +48,9 @@ def export_adapter(found: Found, target: Path, *, force: bool = False) -> dict[s
     size = sum(t.nbytes for _, t in adapter.named_state())
     base = str(found.recipe.model.name) if found.recipe is not None else ""
     with aside(target, 2 * size + (8 << 20)) as folder:
-        write_peft(folder, adapter, base_name=base, base=stored.expected, codec=stored.codec)
+        # What was fitted to codes is written for the original weights: no other program has these codes.
+        codec = None if isinstance(stored.merging, Fitted) else stored.codec
+        write_peft(folder, adapter, base_name=base, base=stored.expected, codec=codec)
         for name in (TENSORS, CONFIG):
             fsync_folder(folder / name)  # a file is synced as a folder is
         write_file(folder / "README.md", adapter_card(found, base, target).encode())

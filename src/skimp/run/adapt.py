@@ -13,6 +13,7 @@ from skimp.adapters.handle import Handle, Merging, Row
 from skimp.adapters.lora import LoRA
 from skimp.adapters.lora import few_blocks as lora_in_few
 from skimp.adapters.spec import Spec
+from skimp.core.coded_model import Coder
 from skimp.core.read import is_simulated
 from skimp.core.registry import load
 from skimp.core.structure import Structure
@@ -39,6 +40,19 @@ def adapt(model: nn.Module, structure: Structure, recipe: Any) -> Handle | None:
     if not is_simulated(next(model.parameters())):
         load_peft(Path(asked.source).expanduser(), lora)
     return lora
+
+
+def coders(recipe: Any, model: nn.Module, structure: Structure, codec: Any) -> Mapping[str, Coder]:
+    """Layer -> what makes its codes, where the adapter has a say in them; before any weight is loaded.
+
+    Raises:
+        TargetError: as `adapt`.
+    """
+    asked = recipe.adapter
+    if asked is None or asked.source is not None:
+        return {}
+    found: Mapping[str, Coder] = load(asked.name, "adapter").coders(asked.asked(), model, structure, codec)
+    return found
 
 
 def check_continued(recipe: Any, base: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from skimp.adapters.loftq import Fitted
 from skimp.core.coded_model import is_transposed, linear_layers
 from skimp.core.errors import CheckpointError, ConflictError
 from skimp.core.registry import load
@@ -130,6 +131,8 @@ class AdaptedTensors:
         value = self.base.read(self._written[name]).to(self.dtype)
         if self.expected and name not in self._sums:
             self._sums[name] = checksum(value, Staging())
+        if isinstance(self.merging, Fitted):
+            self.merging.coded = self.codec is not None
         trained = next((n for n in self._names if self._owner.get(n) == name), None)
         if trained is not None:
             value = self.get(trained)
@@ -145,7 +148,10 @@ class AdaptedTensors:
         """What training saw of a coded weight: in float32, or as rounded to the dtype that was computed in."""
         turned = is_transposed(self._coded[name])
         rows = value.t() if turned else value
-        seen: Tensor = self.codec.decode(self.codec.encode(rows), rows.shape, self.dtype)
+        if isinstance(self.merging, Fitted) and name in self._changed:
+            seen: Tensor = self.merging.seen(name, rows, self.codec, self.dtype)
+        else:
+            seen = self.codec.decode(self.codec.encode(rows), rows.shape, self.dtype)
         return (seen.t() if turned else seen).contiguous()
 
     def read_into(self, name: str, target: Tensor) -> None:

@@ -39,7 +39,7 @@ from skimp.kernels.sparse_apply import SparseAttention
 from skimp.optim.compact import Compact
 from skimp.optim.groups import decay_groups, role_groups
 from skimp.optim.role import roles
-from skimp.run.adapt import adapt, groups_by_rate
+from skimp.run.adapt import adapt, coders, groups_by_rate
 from skimp.run.attend import attended, pattern_of
 from skimp.run.build_checks import asks_compact, check_blocks, check_exact, check_kept, check_path, check_positions
 from skimp.run.coded_base import weight_codec
@@ -258,7 +258,7 @@ def build(
     check_blocks(exact, structure)
     codec = weight_codec(recipe)
     if codec is not None:
-        encode_model(model, structure, codec)
+        encode_model(model, structure, codec, coders(recipe, model, structure, codec))
     pattern_of(recipe, structure)
     if simulate is not None:
         simulate_tensors(model, dtype, simulate)
