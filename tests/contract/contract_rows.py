@@ -27,6 +27,7 @@ from skimp.core.memory.tracker import Tracker
 from skimp.data.synthetic import synthetic_batch
 from skimp.recipe import load_recipe
 from skimp.run.build import Run, build
+from skimp.run.choosing import choose_on_text
 from skimp.run.weights import init_scratch
 from skimp.steps.draws import Fixed
 
@@ -121,6 +122,7 @@ DERIVATIVE = ("activations.derivative=4",)
 LISA = ("train.layers={name: lisa, active: 2, every: 20}", "train.seed=2")
 LISA_BLOCKS = ("train.layers={name: lisa, active: 2, every: 20, embeddings: false, head: false}",)
 S2FT = ("adapter={name: s2ft, v: 0.5, o: 0.25, u: 0.05, d: 0.1}",)
+S2FT_GRADIENT = ("adapter={name: s2ft, v: 0.5, o: 0.5, d: 0.1, select: gradient, batches: 1}",)
 QLORA = ("model.weights=nf4", "adapter=lora")
 LOFTQ = ("model.weights=nf4", "adapter={name: loftq, r: 4}")
 #: A draw within the steps of a resume, and the end of a round.
@@ -242,6 +244,15 @@ TECHNIQUES: dict[str, Technique] = {
     "s2ft": Technique(overrides=S2FT),
     "s2ft-permuted": Technique(overrides=("adapter={name: s2ft, v: 0.5, o: 0.25, u: 0.05, d: 0.1, permute: true}",)),
     "s2ft-weight": Technique(overrides=("adapter={name: s2ft, o: 0.5, d: 0.1, select: weight}",)),
+    "s2ft-activation": Technique(
+        overrides=("adapter={name: s2ft, v: 0.5, o: 0.5, u: 0.05, d: 0.1, select: activation, batches: 1}",)
+    ),
+    "s2ft-gradient": Technique(overrides=S2FT_GRADIENT),
+    "s2ft-gradient-recompute": Technique({"recompute": (0, 1, 2)}, S2FT_GRADIENT, base="s2ft-gradient"),
+    "s2ft-gradient-accumulation": Technique({"micro_rows": 1}, S2FT_GRADIENT, base="s2ft-gradient", reordered=True),
+    "s2ft-product-permuted": Technique(
+        overrides=("adapter={name: s2ft, o: 0.5, d: 0.1, select: product, permute: true, batches: 2}",)
+    ),
     "s2ft-recompute": Technique({"recompute": (0, 2)}, S2FT, base="s2ft"),
     "s2ft-accumulation": Technique({"micro_rows": 1}, S2FT, base="s2ft", reordered=True),
     "s2ft-in-backward": Technique({"in_backward": True}, S2FT, base="s2ft"),
@@ -427,7 +438,13 @@ def make_run(
     line = TECHNIQUES[technique] if isinstance(technique, str) else technique
     config = dict(STYLES[style]) if isinstance(style, str) else dict(style)
     fill = None if simulate is not None else (lambda model: init_scratch(model, seed))
-    return build(recipe_of(line, rows, seq, **train), exact_of(line, rows), config, simulate=simulate, fill=fill)
+    run = build(recipe_of(line, rows, seq, **train), exact_of(line, rows), config, simulate=simulate, fill=fill)
+    if simulate is None and run.adapter is not None and run.adapter.waits:
+        documents = line.documents if seq == SEQ else None
+        vocab = config["vocab_size"]
+        batches = [synthetic_batch(seq, rows, vocab, documents, 90 + i) for i in range(run.recipe.adapter.batches)]
+        choose_on_text(run, batches)
+    return run
 
 
 def batch_of(technique: str | Technique, *, rows: int = ROWS, seq: int = SEQ, vocab: int = 131, seed: int = 0) -> Batch:

@@ -13,7 +13,7 @@ phases attach it to the loaded base instead.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -74,6 +74,9 @@ class Handle(ABC):
     model: nn.Module
     structure: Structure
     merged: bool = False
+    #: What trains is still to be chosen on text (`look`), or to be read from a checkpoint (`adopt`); until then it must
+    #: not train.
+    waits: bool = False
 
     def _freeze_base(self) -> None:
         """Nothing of the model trains; before the adapter's own parameters are in it."""
@@ -168,6 +171,18 @@ class Handle(ABC):
         """Put back what `values` gave."""
         if values:
             raise SkimpError(f"the state of adapter '{self.name}'", f"{', '.join(values)}", "it keeps none")
+
+    def look(  # noqa: B027 (most methods wait for nothing)
+        self, rows: Iterable[Any], walk: Callable[[Any], Any], loss: Callable[[Any], Tensor]
+    ) -> None:
+        """Choose what trains on text, where the method `waits` for it.
+
+        Args:
+            rows: batches of one row. walk: runs the model on one. loss: gives its mean loss, to go backward from.
+        """
+
+    def adopt(self, meta: Mapping[str, Any]) -> None:  # noqa: B027
+        """Take what was chosen from a checkpoint's `meta`, where the method `waits` for it."""
 
     @abstractmethod
     def table(self) -> list[Row]:

@@ -16,7 +16,7 @@ gathered slice trains the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,12 +28,13 @@ from skimp.adapters.handle import Handle, Row
 from skimp.adapters.merge import Merged, largest_gap
 from skimp.adapters.partial_linear import Where, sliced_linear
 from skimp.adapters.s2ft_adapter import SliceAdapter, add_slice, slice_of
-from skimp.adapters.s2ft_select import KINDS, S2FTSpec, Slice, choose, units_of
+from skimp.adapters.s2ft_scores import measured
+from skimp.adapters.s2ft_select import KINDS, MEASURED, S2FTSpec, Slice, choose, units_of
 from skimp.adapters.targets import adapted, is_transposed
 from skimp.core.coded_linear import CodedLinear
 from skimp.core.coded_model import refuse_coded
 from skimp.core.errors import ConflictError, EffectError
-from skimp.core.read import read
+from skimp.core.read import is_simulated, read
 from skimp.core.structure import Structure, read_structure
 
 DELTA, INDEX = "s2ft_delta", "s2ft_index"
@@ -46,7 +47,7 @@ class S2FT(Handle):
         model: an HF causal language model with its weights in place (real or simulated); everything in it is frozen.
         spec: shares and how to choose; with `slices` nothing is chosen.
         structure: the model's roles; read from it when None.
-        scores, avoid: see `choose`.
+        scores, avoid: see `choose`. waits: scores come later, by `look`; until then nothing trains.
 
     Attributes:
         slices: layer -> its rows or columns, original numbers in the order of the parameter.
@@ -69,10 +70,12 @@ class S2FT(Handle):
         structure: Structure | None = None,
         scores: Mapping[str, Tensor] | None = None,
         avoid: Sequence[Mapping[str, Slice]] = (),
+        waits: bool = False,
     ) -> None:
         self.model = model
         self.structure = structure or read_structure(model)
-        slices = dict(spec.slices) or choose(model, self.structure, spec, scores, avoid)
+        slices = dict(spec.slices) or choose(model, self.structure, spec, scores, avoid, waits)
+        self.waits = waits and spec.select in MEASURED and not spec.slices
         self._check(slices, spec.permute)
         self._kept: dict[str, Tensor] | None = None
         self._freeze_base()
@@ -80,8 +83,8 @@ class S2FT(Handle):
 
     @classmethod
     def attach(cls, model: nn.Module, structure: Structure, asked: Mapping[str, Any], seed: int) -> S2FT:
-        keys = (*KINDS, "select", "smallest", "permute")
-        return cls(model, S2FTSpec(**{k: asked[k] for k in keys if k in asked}, seed=seed), structure)
+        keys = (*KINDS, "select", "smallest", "permute", "batches")
+        return cls(model, S2FTSpec(**{k: asked[k] for k in keys if k in asked}, seed=seed), structure, waits=True)
 
     @classmethod
     def rebuild(cls, model: nn.Module, structure: Structure, meta: Mapping[str, Any]) -> S2FT:
@@ -91,7 +94,7 @@ class S2FT(Handle):
     def few(cls, asked: Mapping[str, Any], model: nn.Module, structure: Structure) -> dict[str, Any]:
         """Of each kind as many units in every block as the fullest block has, ranked block by block."""
         spec = S2FTSpec(**{k: asked[k] for k in (*KINDS, "select")}, seed=asked["seed"])
-        slices = choose(model, structure, spec)
+        slices = choose(model, structure, spec, waits=True)
         if spec.select != "random":
             return {}
         changes: dict[str, Any] = {"select": "weight"}
@@ -129,6 +132,12 @@ class S2FT(Handle):
 
     def _put(self, spec: S2FTSpec, slices: Mapping[str, Slice]) -> None:
         """Attach on these slices; permuted, each index is in the order in which its numbers come to lie."""
+        places = self._place(spec, slices)
+        for name in self.slices:
+            self._attach(name, places[name])
+
+    def _place(self, spec: S2FTSpec, slices: Mapping[str, Slice]) -> dict[str, list[int]]:
+        """Take these slices and move what trains side by side where that is asked for; where each number lies now."""
         self._moves: list[permute.Move] = []
         places = {name: list(s.index) for name, s in slices.items()}
         if spec.permute:
@@ -142,8 +151,41 @@ class S2FT(Handle):
                 slices = {**slices, name: Slice(s.side, tuple(old for _, old in pairs))}
         self.slices = dict(slices)
         self.spec = replace(spec, slices=self.slices)
-        for name in self.slices:
-            self._attach(name, places[name])
+        return places
+
+    # ---- chosen on text
+
+    def look(self, rows: Iterable[Any], walk: Callable[[Any], Any], loss: Callable[[Any], Tensor]) -> None:
+        """Measure scores on rows of text and take the best units in the place of those that stood for them.
+
+        Raises:
+            SkimpError: no row. ConflictError: gradients of weights that are codes.
+        """
+        if not self.waits:
+            return
+        # The base alone, as it was: its own forwards, whose weights can have a gradient, and units in their own order.
+        self.merged = True
+        permute.apply(self.model, self._moves, back=True)
+        self._moves = []
+        try:
+            run = loss if self.spec.select == "gradient" else walk
+            scores = measured(self.model, self.spec, rows, run, self.structure)
+        finally:
+            self.merged = False
+        self._take(choose(self.model, self.structure, replace(self.spec, slices={}), scores))
+
+    def adopt(self, meta: Mapping[str, Any]) -> None:
+        if self.waits:
+            permute.apply(self.model, self._moves, back=True)
+            self._take(S2FTSpec.from_dict({k: v for k, v in meta.items() if k != "name"}).slices)
+
+    @torch.no_grad()
+    def _take(self, slices: Mapping[str, Slice]) -> None:
+        """Other units in as many rows or columns: parameters stay who they are, at 0."""
+        for name, places in self._place(self.spec, slices).items():
+            index = self.module(name).s2ft_index
+            index.copy_(torch.tensor(places, device=index.device))
+        self.waits = False
 
     def _attach(self, name: str, places: list[int]) -> None:
         module, chosen = self.module(name), self.slices[name]
@@ -166,6 +208,13 @@ class S2FT(Handle):
             if self.merged:
                 y: Tensor = plain(x)
                 return y
+            if self.waits and torch.is_grad_enabled() and not is_simulated(x):
+                raise ConflictError(
+                    f"training S2FT with select={self.spec.select}",
+                    "no scores: which units train is not chosen yet",
+                    "they are measured on text, with the model's own weights",
+                    ["skimp train, which does so before its first step", "S2FT(model, spec, scores=measured(…))"],
+                )
             where: Where = module.s2ft_index if scattered else span
             return sliced_linear(
                 x, module.weight, module.bias, module.s2ft_delta, where, chosen.side, transposed=transposed

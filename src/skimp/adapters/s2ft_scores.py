@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from skimp.adapters.s2ft_select import KINDS, S2FTSpec, Units, units_of, weight_norms
-from skimp.adapters.targets import is_transposed
-from skimp.core.errors import SkimpError
+from skimp.adapters.targets import is_transposed, linear_layers
+from skimp.core.coded_linear import CodedLinear
+from skimp.core.errors import ConflictError, SkimpError
 from skimp.core.structure import Structure, read_structure
 
 
@@ -43,6 +44,14 @@ def measured(
         raise SkimpError(f"scores for select={spec.select}", "it needs none", instead="activation, product or gradient")
     structure = structure or read_structure(model)
     kinds = [k for k in KINDS if getattr(spec, k) > 0.0]
+    coded = [n for n in linear_layers(model, structure) if isinstance(model.get_submodule(n), CodedLinear)]
+    if coded and spec.select == "gradient":
+        raise ConflictError(
+            "adapter.select=gradient",
+            f"{coded[0]} has codes and no numbers",
+            "codes have no gradient to take a norm of",
+            ["select=activation or select=product: both need the model's forward alone", "model.weights=null"],
+        )
     layers = [u for blocks in units_of(model, structure, kinds).values() for block in blocks for u in block]
     by_gradient = spec.select == "gradient"
     squares = (_by_gradient if by_gradient else _by_activation)(model, layers, batches, loss)

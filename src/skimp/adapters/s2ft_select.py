@@ -37,6 +37,8 @@ from skimp.core.structure import Structure
 Kind = Literal["v", "o", "u", "d"]
 KINDS: tuple[Kind, ...] = ("v", "o", "u", "d")
 Select = Literal["random", "weight", "activation", "product", "gradient"]
+#: Rules that need text.
+MEASURED = ("activation", "product", "gradient")
 #: What a budget counts, in words.
 UNITS = {"v": "key/value heads", "o": "query heads", "u": "channels of up", "d": "channels of down"}
 
@@ -75,6 +77,7 @@ class S2FTSpec:
         permute: move what is tuned together, each head and channel as a whole (`adapters.permute`). The function of the
             model stays, to rounding; slices drawn at random are ranges then.
         seed: of the draw.
+        batches: steps' rows of a run's text that scores are measured on.
         slices: layer -> what it trains, when that is known; nothing is drawn then.
     """
 
@@ -86,6 +89,7 @@ class S2FTSpec:
     smallest: bool = False
     permute: bool = False
     seed: int = 0
+    batches: int = 4
     slices: Mapping[str, Slice] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -100,7 +104,7 @@ class S2FTSpec:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types; `from_dict` is the inverse."""
-        plain = {k: getattr(self, k) for k in (*KINDS, "select", "smallest", "permute", "seed")}
+        plain = {k: getattr(self, k) for k in (*KINDS, "select", "smallest", "permute", "seed", "batches")}
         return {**plain, "slices": {name: [s.side, list(s.index)] for name, s in self.slices.items()}}
 
     @classmethod
@@ -136,12 +140,14 @@ def choose(
     spec: S2FTSpec,
     scores: Mapping[str, Tensor] | None = None,
     avoid: Sequence[Mapping[str, Slice]] = (),
+    waits: bool = False,
 ) -> dict[str, Slice]:
     """Layer -> what it trains, in the model's order; layers with nothing are left out.
 
     Args:
         scores: layer -> one score a unit, for `activation`, `product` and `gradient` (`adapters.s2ft_scores`).
         avoid: slices of other adapters, which this one must not touch, so that they can be fused.
+        waits: such scores come later; any units stand for those to be chosen, as many in each layer.
 
     Raises:
         SkimpError: a budget so small that it selects nothing, or that `avoid` leaves too little for.
@@ -151,7 +157,7 @@ def choose(
     found: dict[str, Slice] = {}
     for kind, blocks in units_of(model, structure, kinds).items():
         layers = [units for block in blocks for units in block]
-        chosen = _chosen(model, spec, kind, layers, scores, taken)
+        chosen = _chosen(model, spec, kind, layers, scores, taken, waits)
         for units, those in zip(layers, chosen, strict=True):
             if those:
                 side: Side = "columns" if units.member.side == "columns" else "rows"
@@ -167,6 +173,7 @@ def _chosen(
     layers: list[Units],
     scores: Mapping[str, Tensor] | None,
     taken: Collection[tuple[str, int]],
+    waits: bool,
 ) -> list[list[int]]:
     """For every layer the units that train."""
     share = getattr(spec, kind)
@@ -190,7 +197,9 @@ def _chosen(
     for units, units_free in zip(layers, free, strict=True):
         wanted = _floor(share * units.count)
         _enough(kind, share, wanted, units.count, len(units_free), f"in {units.member.module}")
-        chosen.append(sorted(_best(model, spec, units, units_free, scores)[:wanted]))
+        stand_in = waits and spec.select in MEASURED
+        best = _apart(units_free) if stand_in else _best(model, spec, units, units_free, scores)
+        chosen.append(sorted(best[:wanted]))
     return chosen
 
 
@@ -231,20 +240,25 @@ def drawn(seed: int, name: str, count: int) -> list[int]:
     return [int(i) for i in np.argsort(words, kind="stable")]
 
 
+def _apart(free: list[int]) -> list[int]:
+    """Units no two of which need be neighbours, where it is not known which are best."""
+    return [*free[::2], *free[1::2]]
+
+
 def _best(
     model: nn.Module, spec: S2FTSpec, units: Units, free: list[int], scores: Mapping[str, Tensor] | None
 ) -> list[int]:
     """Free units, best first; without values (simulated) any: their number is what counts, and that they are apart."""
     name = units.member.module
-    if spec.select != "weight" and (scores is None or name not in scores):
+    if spec.select in MEASURED and (scores is None or name not in scores):
         raise SkimpError(
             f"select={spec.select}",
             f"no scores of {name}",
-            "they are measured on a few batches of text, which nobody has before the run",
+            "they are measured on a few batches of text",
             ["select=random or select=weight", "from Python: S2FT(model, spec, scores=measured(model, spec, batches))"],
         )
     if is_simulated(next(model.parameters())):
-        return [*free[::2], *free[1::2]]
+        return _apart(free)
     found = weight_norms(model, units) if spec.select == "weight" else (scores or {})[name]
     values = found.detach().double().cpu().numpy()
     return sorted(free, key=lambda u: (values[u] if spec.smallest else -values[u], u))

@@ -41,11 +41,13 @@ SLICES: list[Facts] = [
             ),
             "select": Option(
                 "random",
-                "Which ones: random over all blocks, or by the norm of their weights in each block. By activations or "
-                "gradients from Python.",
-                choices=("random", "weight"),
+                "Which ones: random over all blocks, or in each block by the norm of their weights, of what they carry "
+                "on the first rows of the run's text (activation), of both multiplied (product), or of their gradients "
+                "there.",
+                choices=("random", "weight", "activation", "product", "gradient"),
             ),
-            "smallest": Option(False, "With weight: the smallest norms, not the largest."),
+            "smallest": Option(False, "The smallest norms, not the largest; random has none."),
+            "batches": Option(4, "Steps' rows of text that activation, product and gradient look at.", least=1),
             "permute": Option(
                 False,
                 "Move what trains side by side, each head and channel as a whole; the function stays, to rounding.",

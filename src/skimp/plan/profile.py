@@ -64,7 +64,7 @@ class MemoryProfile:
         Loading and resuming come once, and blocks that waited up to their peak from then on would be bytes that a run
         does not need (GPT-2: 46 MB).
         """
-        return max(size for phase, size in self.phases.items() if phase not in ("load", "resume"))
+        return max(size for phase, size in self.phases.items() if phase not in ("load", "choose", "resume"))
 
     def moments(self) -> dict[str, dict[str, int]]:
         """Highest bytes by phase and place within it, for drawing over a measured step.

@@ -32,6 +32,7 @@ from skimp.plan.sharded import largest_unit, sharded
 from skimp.plan.unfakeable import or_measured, told
 from skimp.run import offloaded
 from skimp.run.build import DTYPES, Run, build
+from skimp.run.choosing import choose_on_text
 from skimp.run.tensor_bytes import CHUNK
 from skimp.run.weights import init_scratch
 
@@ -125,6 +126,10 @@ def simulate(
             with scope(phase="evaluate"):
                 run.evaluate([batch.take(0, 1)])
             phases["evaluate"] = tracker.peak.total
+        if run.adapter is not None and run.adapter.waits:
+            tracker.reset_peak()
+            choose_on_text(run, [batch.take(0, 1)])
+            phases["choose"] = tracker.peak.total
         if trace is not None:
             trace.close()
     rule = run.optimizer

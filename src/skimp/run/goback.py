@@ -71,13 +71,15 @@ class GoBack:
 
     def _begin(self, run: Run) -> None:
         """Build the run anew in its own place: whoever holds it holds the new one. The old one goes first."""
-        exact = run.exact
+        exact, chosen = run.exact, None if run.adapter is None else run.adapter.meta()
         run.close()
         for name in vars(run):
             setattr(run, name, None)
         give_back()
         seed_everything(self.recipe.train.seed)
         vars(run).update(vars(build(self.recipe, exact, self.config, fill=self.fill)))
+        if run.adapter is not None and chosen is not None:
+            run.adapter.adopt(chosen)
         faults.arm(run)
         if self.watchdog is not None:
             self.watchdog.attach()

@@ -27,6 +27,7 @@ from skimp.run.adapt import check_continued, table_lines
 from skimp.run.base import Fingerprinted
 from skimp.run.build import Run, build
 from skimp.run.checkpoint_folder import latest
+from skimp.run.choosing import choose_on_text, first_batches
 from skimp.run.coded_base import coded_words
 from skimp.run.durable import write_json
 from skimp.run.environment import environment
@@ -221,6 +222,9 @@ def train(
             restore_optimizer(saved, run)
             revision = saved.meta.get("revision", revision)
             saved.close()
+        if run.adapter is not None and run.adapter.waits:
+            choose_on_text(run, first_batches(text, recipe, recipe.adapter.batches))
+            voice.say(f"adapter: what trains was chosen by {recipe.adapter.select} on the text's first rows")
         facts = {"recipe": recipe.as_dict(), "plan": plan.as_dict(), "revision": revision}
         if base is not None and run.adapter is not None:
             facts |= {"base": base.value, "adapter": run.adapter.meta()}
