@@ -55,6 +55,38 @@ def test_s2ft_is_resumed_to_the_bit_with_its_selection(recipe: dict[str, Any], t
     assert outcome.summary["loss_last"] < outcome.summary["loss_first"]
 
 
+@pytest.mark.parametrize("select", ["activation", "gradient"])
+def test_what_text_chose_is_planned_said_resumed_and_does_not_depend_on_the_micro_batch(
+    recipe: dict[str, Any], tmp_path: Path, select: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter, voice = {"name": "s2ft", "o": 0.5, "d": 0.1, "select": select, "batches": 2}, Heard()
+    whole = start(recipe, adapter, voice, output=str(tmp_path / "whole"))
+    assert any(f"chosen by {select}" in line for line in voice.said)
+    phases = whole.summary["plan"]["profile"]["phases"]
+    assert phases["choose"] > phases["train"] - phases["train"] // 2
+    one = start(recipe, adapter, output=str(tmp_path / "one"), **{"exact.micro_batch": 1})
+    start(recipe, adapter, Heard(stop_at=3))
+    # A resume reads the choice: it looks at no text.
+    monkeypatch.setattr("skimp.run.session.choose_on_text", lambda *a: pytest.fail("chosen anew"))
+    outcome = start(recipe, adapter, resume=True)
+    assert [s["loss"] for s in lines(outcome.folder / "metrics.jsonl")] == [
+        s["loss"] for s in lines(whole.folder / "metrics.jsonl")
+    ]
+    metas = []
+    for run in (whole, one, outcome):
+        with load(latest(run.folder / "checkpoints")) as saved:
+            metas.append(saved.meta["adapter"])
+    assert metas[0] == metas[1] == metas[2]
+    assert whole.summary["loss_last"] < whole.summary["loss_first"]
+
+
+def test_text_is_not_asked_of_a_coded_base_for_gradients(recipe: dict[str, Any], tiny_folder: Path) -> None:
+    adapter = {"name": "s2ft", "o": 0.5, "d": 0.1, "select": "gradient"}
+    with pytest.raises(SkimpError, match=r"codes have no gradient[\s\S]*select=activation"):
+        start({**recipe, "model": {"name": str(tiny_folder), "weights": "nf4"}}, adapter)
+    assert not Path(recipe["output"]).exists()
+
+
 def test_s2ft_is_exported_merged_and_for_peft(recipe: dict[str, Any], tiny_folder: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     outcome = start(recipe, {**S2FT, "permute": True})
@@ -114,7 +146,9 @@ def test_sst_is_resumed_to_the_bit_and_exported(
         ({"name": "sst", "r": 500}, r"adapter\.r=500[\s\S]*64 singular vectors"),
         ({"name": "sst", "r": 8, "targets": ["q_porj"]}, r"did you mean 'q_proj'"),
         ({"name": "s2ft", "r": 4}, r"adapter\.r[\s\S]*s2ft takes v, o, u, d"),
-        ({"name": "s2ft", "select": "gradient"}, r"adapter\.select[\s\S]*random, weight"),
+        ({"name": "s2ft", "select": "size"}, r"adapter\.select[\s\S]*random, weight, activation, product, gradient"),
+        ({"name": "s2ft", "select": "activation", "batches": 0}, r"adapter\.batches"),
+        ({"name": "s2ft", "select": "activation", "o": 0.01, "d": 0}, r"adapter\.o=0\.01[\s\S]*0 of 4 query heads"),
     ],
 )
 def test_bad_slices_are_refused_before_a_weight_is_loaded(

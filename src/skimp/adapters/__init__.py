@@ -27,6 +27,7 @@ _WHERE = {
     "Served": "s2ft_adapter",
     "SliceAdapter": "s2ft_adapter",
     "Spec": "spec",
+    "attach_folder": "folder",
     "lora_linear": "linear",
     "lora_linear_reference": "linear",
     "match": "targets",

@@ -120,6 +120,11 @@ class Handle(ABC):
         raise cls.no_weights("a merged model")
 
     @classmethod
+    def merges_into(cls, meta: Mapping[str, Any], model: nn.Module, structure: Structure) -> bool:
+        """Whether this saved adapter is a change of weights that this model, without storage, has."""
+        return cls.merges
+
+    @classmethod
     def few(cls, asked: Mapping[str, Any], model: nn.Module, structure: Structure) -> dict[str, Any]:
         """Keys to change so that every block of a model cut to a few of them gets what any block gets: never under.
 
@@ -293,7 +298,7 @@ class Handle(ABC):
             f"adapter '{self.name}' in PEFT's format",
             "no form of it there",
             "PEFT would not know what the tensors mean",
-            "--to merged: one plain model" if self.merges else "skimp's own checkpoint: eval, generate and resume",
+            "--to merged: one plain model" if self.merges else "--to adapter: a folder that skimp loads on the base",
         )
 
     @classmethod
@@ -303,5 +308,5 @@ class Handle(ABC):
             f"{asked} of {cls.__name__}",
             "it adds modules of its own",
             "no single set of weights computes what base and modules compute together",
-            "use it attached: eval, generate and resume do",
+            ["--to adapter: a folder that skimp loads on the base", "use it attached: eval, generate and resume do"],
         )

@@ -11,8 +11,9 @@ at step 0: attention is shared with them.
 
 Trained numbers: the outputs of all linear layers, and k (p + d) a block.
 
-A shift merges into a layer that has a bias. Llama's have none, and the model would be another architecture; a prompt is
-no weight at all. Both are used attached. The third module of the paper, a side network, is `qst` with `down: avgpool`.
+A shift merges into a layer that has a bias (GPT-2's all do; Qwen2's q, k and v do, and its others do not). Llama's have
+none, and the model would be another architecture; a prompt is no weight at all. Both are used attached, and exported as
+skimp's own folder (`folder`). The third module of the paper, a side network, is `qst` with `down: avgpool`.
 
 Source: "S2A: A Unified Framework for Parameter and Memory Efficient Transfer Learning", Jin et al., 2025,
 arXiv 2503.08154, of which abstracts alone were at hand: that modules are chosen by what their gradients keep is theirs,
@@ -94,6 +95,30 @@ class S2A(Handle):
             self._shift(self.module(name))
         for name in self.attentions:
             self._prompt(name, self.module(name), prompt, rank, seed)
+
+    @classmethod
+    def merges_into(cls, meta: Mapping[str, Any], model: nn.Module, structure: Structure) -> bool:
+        """Shifts alone, of layers that all have a bias."""
+        layers = linear_layers(model, structure).values()
+        return not meta["prompt"] and all(getattr(layer, "bias", None) is not None for layer in layers)
+
+    @classmethod
+    def merging(
+        cls, meta: Mapping[str, Any], names: frozenset[str], get: Callable[[str], Tensor], device: str = "cpu"
+    ) -> Shifts:
+        return Shifts(names, get)
+
+    @classmethod
+    def no_weights(cls, asked: str) -> ConflictError:
+        return ConflictError(
+            f"{asked} of S2A",
+            "prompts, or shifts of layers that have no bias",
+            "a shift goes into a bias that is there; a prompt is keys and values before the text, and no weight",
+            [
+                "--to adapter: a folder that skimp loads on the base",
+                "adapter={name: s2a, prompt: 0} on a model whose linear layers have biases, such as GPT-2",
+            ],
+        )
 
     def _empty(self, *shape: int) -> nn.Parameter:
         """float32 beside a narrower base: its updates would vanish there."""
@@ -251,6 +276,22 @@ class S2A(Handle):
                 module._parameters.pop(part)
         self._thaw_base()
         self.linears, self.attentions = [], []
+
+
+class Shifts:
+    """Saved shifts as changes of biases (`handle.Merging`).
+
+    Args:
+        names, get: the saved tensors.
+    """
+
+    def __init__(self, names: frozenset[str], get: Callable[[str], Tensor]) -> None:
+        self.get = get
+        self.changed = frozenset(n.removesuffix(SHIFT) + "bias" for n in names if n.endswith(f".{SHIFT}"))
+
+    def apply(self, name: str, value: Tensor, transposed: bool) -> Tensor:
+        """b + shift."""
+        return value.add_(self.get(name.removesuffix("bias") + SHIFT).to(value.device))
 
 
 def attentions(model: nn.Module, structure: Structure) -> list[str]:

@@ -10,7 +10,7 @@ import typer
 
 from skimp.cli import complete
 
-KINDS = ("merged", "peft", "gguf")
+KINDS = ("merged", "peft", "adapter", "gguf")
 
 
 def command(
@@ -20,7 +20,9 @@ def command(
             help="A run, a checkpoint, an export, a model folder, GGUF, preset, Hub id.", autocompletion=complete.opened
         ),
     ],
-    to: Annotated[str, typer.Option("--to", help="merged (a folder), peft (the adapter alone) or gguf (one file).")],
+    to: Annotated[
+        str, typer.Option("--to", help="merged (a folder), peft or adapter (the adapter alone) or gguf (one file).")
+    ],
     output: Annotated[Path | None, typer.Option(help="Folder or .gguf file; beside the run when not given.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="fp32, bf16, fp16; gguf also q8_0. As trained when left out.")
@@ -52,8 +54,8 @@ def command(
     screen = console()
     with find(model, checkpoint) as found, writing(screen, as_json) as show:
         target = output or default_target(found, to)
-        if to == "peft" and onto is not None:
-            raise RecipeError(f"--onto {onto} with --to peft", "the adapter alone", instead="leave --onto out")
+        if to in ("peft", "adapter") and onto is not None:
+            raise RecipeError(f"--onto {onto} with --to {to}", "the adapter alone", instead="leave --onto out")
         chosen = choose(found, onto)
         facts = write(to, found, target, shard, pre, dtype=dtype, force=force, progress=show)
         if chosen is not None and to == "merged":
@@ -81,16 +83,16 @@ def write(to: str, found: Any, target: Path, shard: int | None, pre: str | None,
     for name, value, kind in (("--shard-size", shard, "merged"), ("--pre", pre, "gguf")):
         if value is not None and to != kind:
             raise RecipeError(f"{name} with --to {to}", "an option of --to " + kind, instead=f"leave {name} out")
-    if to == "peft":
-        from skimp.export.adapter import export_adapter
+    if to in ("peft", "adapter"):
+        from skimp.export.adapter import export_adapter, export_own
 
         if options["dtype"] is not None:
             raise RecipeError(
-                f"--dtype {options['dtype']} with --to peft",
+                f"--dtype {options['dtype']} with --to {to}",
                 "an adapter is float32, as it was trained",
                 instead="leave --dtype out",
             )
-        return export_adapter(found, target, force=options["force"])
+        return (export_adapter if to == "peft" else export_own)(found, target, force=options["force"])
     if to == "gguf":
         return export_gguf(found, target, pre=pre, **options)
     return export_merged(found, target, shard=shard or SHARD, **options)

@@ -56,6 +56,35 @@ model = PeftModel.from_pretrained(base, "{target.name}")
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def own_card(found: Found, meta: Any, base: str, target: Path) -> str:
+    """README.md of an adapter in skimp's own format."""
+    facts = {"tags": ["skimp", str(meta["name"])], **({"base_model": base} if _on_hub(base) else {})}
+    parts = [
+        "---\n" + yaml.safe_dump(facts, sort_keys=False) + "---",
+        f"# {target.name}",
+        f"A {meta['name']} adapter for `{base}`, written by skimp {skimp.__version__} from "
+        f"{found.why.partition(', its')[0]}.",
+        f"""## Use it
+
+```
+skimp generate {target.name} "Once upon a time"
+skimp eval {target.name} --data FILE
+```
+
+```python
+import skimp.adapters
+from skimp.core import attention
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained("{base}", attn_implementation=attention.register())
+handle = skimp.adapters.attach_folder("{target.name}", base)
+```""",
+        _attention(found),
+        *_training(found),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
 def _on_hub(name: str) -> bool:
     return "/" in name and not Path(name).exists()
 

@@ -16,7 +16,7 @@ from skimp.adapters.spec import Spec
 from skimp.core.coded_model import Coder
 from skimp.core.read import is_simulated
 from skimp.core.registry import load
-from skimp.core.structure import Structure
+from skimp.core.structure import Structure, read_structure
 from skimp.core.units import format_bytes
 from skimp.export.peft import check_base, load_peft, read_spec
 
@@ -98,10 +98,14 @@ def groups_by_rate(groups: list[dict[str, Any]], adapter: Handle, lr: float) -> 
     return found
 
 
-def merging_of(meta: Mapping[str, Any], names: Iterable[str], get: Callable[[str], Tensor]) -> Merging | None:
-    """A saved adapter as changes of weights; None where its method adds modules instead."""
+def merging_of(
+    meta: Mapping[str, Any], names: Iterable[str], get: Callable[[str], Tensor], model: nn.Module
+) -> Merging | None:
+    """A saved adapter as changes of the weights that `model` (without storage) has; None where it adds modules
+    instead."""
     method = load(meta.get("name", "lora"), "adapter")
-    return method.merging(meta, frozenset(names), get) if method.merges else None
+    merges = method.merges or method.merges_into(meta, model, read_structure(model))
+    return method.merging(meta, frozenset(names), get) if merges else None
 
 
 def put_back(model: nn.Module, structure: Structure, meta: Mapping[str, Any], get: Callable[[str], Tensor]) -> Handle:

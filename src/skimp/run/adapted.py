@@ -85,9 +85,9 @@ class AdaptedTensors:
         self.base, self.dtype, self.meta, self.expected = base, dtype, meta, expected
         self._names, self.get, self._close = frozenset(names), get, close
         self.method: Any = load(meta.get("name", "lora"), "adapter")
-        self.merging = merging_of(meta, self._names, get)
-        changed = frozenset[str]() if self.merging is None else self.merging.changed
         self._model = skeleton(config, dtype)
+        self.merging = merging_of(meta, self._names, get, self._model)
+        changed = frozenset[str]() if self.merging is None else self.merging.changed
         targets: dict[str, Any] = dict(self._model.named_parameters(remove_duplicate=False))
         self._owner = owners(self._model)
         self.codec = self.kept_in = codec
@@ -153,6 +153,10 @@ class AdaptedTensors:
         else:
             seen = self.codec.decode(self.codec.encode(rows), rows.shape, self.dtype)
         return (seen.t() if turned else seen).contiguous()
+
+    def names(self) -> list[str]:
+        """Of the adapter's own tensors."""
+        return sorted(self._names)
 
     def read_into(self, name: str, target: Tensor) -> None:
         target.copy_(self.read(name))

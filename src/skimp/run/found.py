@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from skimp.adapters.folder import FACTS, read_facts
+from skimp.adapters.folder import TENSORS as OWN_TENSORS
 from skimp.core.codecs import from_meta
 from skimp.core.errors import CheckpointError, ModelError, SkimpError
 from skimp.core.registry import load
@@ -103,6 +105,8 @@ def find(asked: str, checkpoint: str | None = None) -> Found:
         raise CheckpointError(
             f"checkpoint {checkpoint} of {asked}", "not the folder of a run", "only a run has checkpoints"
         )
+    if (path / FACTS).is_file():
+        return _from_own(asked, path)
     if (path / "adapter_config.json").is_file():
         return _from_peft(asked, path)
     return _from_source(asked)
@@ -232,6 +236,42 @@ def _from_peft(asked: str, path: Path) -> Found:
         from_meta(json.loads(reader.metadata[CODEC_KEY])) if CODEC_KEY in reader.metadata else None,
     )
     what = f"the adapter in {path}, merged into {named}"
+    return Found(asked, "adapter", source.config, source.tokenizer, stored, what, revision=source.revision)
+
+
+def _from_own(asked: str, path: Path) -> Found:
+    """An adapter's folder in skimp's own format, on the base it names."""
+    from skimp.recipe import fetch_model, resolve_model
+
+    facts = read_facts(path)
+    meta, noted = facts["adapter"], facts["base"]
+    try:
+        source = fetch_model(resolve_model(str(noted["name"])))
+    except SkimpError as error:
+        raise ModelError(
+            f"the adapter in {path}",
+            f"its base '{noted['name']}': {error.found}",
+            "an adapter goes on that very model",
+            [f"put '{noted['name']}' back where it was", *error.instead],
+        ) from error
+    dtype = DTYPES[noted.get("precision", "fp32")]
+    whole = load(meta["name"], "adapter").whole
+    model = skeleton(source.config, dtype)
+    assert source.weights is not None
+    assert source.tokenizer is not None
+    reader = SafetensorsReader(path / OWN_TENSORS)
+    stored = AdaptedTensors(
+        NoBase(model, dtype) if whole else open_stored(source.weights, model.config),
+        source.config,
+        dtype,
+        meta,
+        reader.names(),
+        reader.read,
+        "" if whole else noted.get("fingerprint", ""),
+        reader.close,
+        None if noted.get("codec") is None else from_meta(noted["codec"]),
+    )
+    what = f"the adapter in {path}, on {noted['name']}"
     return Found(asked, "adapter", source.config, source.tokenizer, stored, what, revision=source.revision)
 
 
