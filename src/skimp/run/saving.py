@@ -241,7 +241,8 @@ def restore_adapter(saved: Checkpoint, run: Run, base: str) -> None:
             f"it was trained on one with {expected}: the weights in {run.recipe.model.name} have changed since",
             "put the weights of that time there again, or start a new run on the new ones",
         )
-    run.adapter.adopt(saved.meta["adapter"])
+    if run.adapter.waits:
+        run.adapter.adopt(saved.meta["adapter"])
     saved.read_all("adapter", run.adapter.named_state())
     run.adapter.load_values(saved.meta.get("adapter_values", {}))
 
