@@ -19,7 +19,7 @@ SHORT := train.steps=3 data.seq_len=128 train.batch_tokens=512 eval.tokens=1024
 
 .DEFAULT_GOAL := help
 .PHONY: help install native train quickstart-short test test-all test-triton lint format types docs docs-serve \
-        bench-hf bench-attach bench-lora bench-side bench-nf4 bench-s2ft bench-galore bench-oracle bench-plan \
+        bench-hf bench-attach bench-lora bench-side bench-nf4 bench-s2ft bench-initial bench-galore bench-oracle bench-plan \
         bench-memtracker bench-ladder \
         bench-accuracy bench-optim bench-offload bench-long bench-step-time bench-gpu bench-kernels bench-gpu-kernels \
         bench-kills bench-faults bench-loggers \
@@ -119,6 +119,9 @@ bench-nf4: $(BENCH) native  ## products with 4-bit weights against bitsandbytes 
 
 bench-s2ft: $(BENCH) native  ## backward of S2FT against LoRA's, at as many trained numbers
 	$(BIN)/python benchmarks/s2ft.py $(ARGS)
+
+bench-initial: install  ## peak of initialising each adapter against the result and one layer
+	$(BIN)/python benchmarks/initial.py $(ARGS)
 
 bench-oracle: install  ## simulated peak against the allocator's own events
 	$(BIN)/python benchmarks/oracle.py $(ARGS)

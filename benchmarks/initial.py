@@ -13,6 +13,7 @@ than the adapter's own statement (`Handle.peaks`, which plans count).
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from skimp.run.skeleton import materialise, skeleton
 from skimp.run.weights import load_weights
 
 MODEL = "smollm2-135m"
-#: What an adapter is asked for where its defaults do not fit the model.
+#: What an adapter is asked for where its defaults do not fit a model of few heads.
 ASKED: dict[str, dict[str, Any]] = {"qst": {"reduce": 3}}
 
 
@@ -42,7 +43,7 @@ def cases() -> dict[str, dict[str, Any]]:
     names = [name for name, known in methods().items() if known.kind == "adapter"]
     named: dict[str, Any] = {name: {"name": name, **ASKED.get(name, {})} for name in names}
     named["lora, init: pissa-fast"] = {"name": "lora", "init": "pissa-fast"}
-    named["s2ft, select: weight"] = {"name": "s2ft", "select": "weight"}
+    named["s2ft, select: weight"] = {**named["s2ft"], "select": "weight", "o": 0.25}
     return {"none": None, **named}
 
 
@@ -75,6 +76,7 @@ def initialised(
         load_weights(built, weights)
         return built, None if adapter is None else adapt(built, structure, recipe)
 
+    gc.collect()
     (built, handle), seen = witness(begin)
     del built
     named = {n: p.numel() for n, p in skeleton(dict(config), dtype).named_parameters()}

@@ -190,7 +190,9 @@ class LowRank:
         outputs, inputs = sizes(self.module)
         rank, weight = self.spec.rank_of(self.name), self.module.weight
         made = sum(p.nbytes for _, p in self.trained()) + sum(t.nbytes for _, t in self.frozen())
-        if self.spec.init in FROM_BASE:
+        if not self.spec.keeps_start:
+            made += 12 * rank * inputs + 64  # random words, and numbers made of them
+        elif self.spec.init in FROM_BASE:
             made += scratch(
                 self.spec.init, outputs, inputs, rank, weight.dtype.itemsize if isinstance(weight, Tensor) else 0
             )
