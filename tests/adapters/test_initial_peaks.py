@@ -1,4 +1,4 @@
-"""Every adapter's initialisation, loading included: peak = result + one layer, or what the adapter states above that."""
+"""Every adapter's initialisation, loading included: peak = result + one layer, or what the adapter states above it."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def initial(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 #: An exact decomposition of a layer in float64 takes several times the layer.
 DECOMPOSED = ("pissa", "sst", "loftq")
+SKETCHED = "lora, init: pissa-fast"
 
 
 @pytest.mark.parametrize("codec", [None, "nf4"])
@@ -55,9 +56,11 @@ def test_the_peak_is_the_result_and_one_layer(initial: Any, weights: Path, codec
         found, measured = initial.initialised(adapter, codec, CONFIG, weights), measured + 1
         assert found["layer"] == LAYER
         # A coded layer is there dense, as new parts and as those they go into, with a chunk of the encoder's.
-        most = LAYER if codec is None else 1.25 * LAYER
+        most = LAYER + 4096 if codec is None else 1.25 * LAYER
         if case in DECOMPOSED:
             assert LAYER < found["above"] <= found["stated"], (case, found)
+        elif case == SKETCHED:  # of codes: the layer decoded, and thin products with it
+            assert found["above"] <= min(found["stated"], 1.5 * LAYER), (case, found)
         elif found["above"] > most or found["result"] < 0:
             wrong.append((case, found))
     assert measured >= 14

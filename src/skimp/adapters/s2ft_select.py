@@ -273,4 +273,6 @@ def weight_norms(model: nn.Module, units: Units) -> Tensor:
     along = whole.t() if units.member.side == "columns" else whole
     first = units.member.offset
     rows: Tensor = along[first : first + units.count * units.size].float()
-    return rows.square().sum(1).view(units.count, units.size).sum(1).sqrt()
+    # Norms of rows first: squares of every number would be a second matrix.
+    lengths = torch.linalg.vector_norm(rows, dim=1).view(units.count, units.size)
+    return torch.linalg.vector_norm(lengths, dim=1)
