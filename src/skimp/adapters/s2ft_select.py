@@ -275,4 +275,5 @@ def weight_norms(model: nn.Module, units: Units) -> Tensor:
     rows: Tensor = along[first : first + units.count * units.size].float()
     # Norms of rows first: squares of every number would be a second matrix.
     lengths = torch.linalg.vector_norm(rows, dim=1).view(units.count, units.size)
-    return torch.linalg.vector_norm(lengths, dim=1)
+    found: Tensor = torch.linalg.vector_norm(lengths, dim=1)
+    return found
