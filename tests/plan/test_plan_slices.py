@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 from test_plan_adapted import CONFIG, recipe
 
 from skimp.core.exact import ExactChoices
+from skimp.core.memory.oracle import witness
+from skimp.core.memory.tracker import Tracker
+from skimp.data.synthetic import synthetic_batch
 from skimp.plan.adapted import for_few_blocks
 from skimp.plan.make import make_plan
 from skimp.plan.simulate import simulate
+from skimp.run.build import Run, build
+from skimp.run.choosing import choose_on_text
+from skimp.run.weights import init_scratch
 
 S2FT = "adapter={name: s2ft, o: 0.2, u: 0.02, d: 0.05}"
 
@@ -37,3 +44,28 @@ def test_a_plan_of_slices_keeps_less_for_backward_than_one_of_low_rank_additions
 def test_scored_slices_are_alike_in_every_block() -> None:
     asked = recipe("adapter={name: s2ft, o: 0.25, d: 0.05, select: weight}")
     assert for_few_blocks(asked, CONFIG) is asked
+
+
+@pytest.mark.parametrize("select", ["activation", "product", "gradient"])
+def test_choosing_on_text_takes_what_is_planned_to_the_byte(select: str) -> None:
+    asked = recipe(f"adapter={{name: s2ft, v: 0.5, o: 0.25, d: 0.05, select: {select}}}")
+    exact = ExactChoices(micro_rows=2)
+
+    def begun() -> Run:
+        return build(asked, exact, CONFIG, fill=lambda model: init_scratch(model, 0))
+
+    row = synthetic_batch(asked.data.seq_len, 1, CONFIG["vocab_size"])
+    whole = synthetic_batch(asked.data.seq_len, asked.rows_per_step, CONFIG["vocab_size"])
+    run, tracker = begun(), Tracker()
+    with tracker:
+        run.show_to(tracker, whole)
+        rest = tracker.live
+    choose_on_text(begun(), [row])  # what is made once in a process
+    run = begun()
+    assert run.adapter is not None
+    assert run.adapter.waits
+    _, seen = witness(lambda: choose_on_text(run, [row]))
+    assert not run.adapter.waits
+    planned = simulate(asked, exact, CONFIG).phases["choose"]
+    # A row of the step's own in the plan, one beside them here.
+    assert planned == rest + seen.peak
