@@ -105,6 +105,7 @@ def child(case: str, codec: str | None) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="rows, by the name of the adapter")
+    parser.add_argument("--base", nargs="+", choices=("float32", "nf4"), default=["float32", "nf4"])
     parser.add_argument("--json", help="write the figures here as well")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -115,7 +116,7 @@ def main() -> int:
     print(f"{'adapter':<24} {'base':<8} {'result':>9} {'peak':>9} {'above':>9}  above / layer  above / tensor")
     found: dict[str, dict[str, int]] = {}
     missed = []
-    for codec in ("float32", "nf4"):
+    for codec in args.base:
         for case, adapter in cases().items():
             if (args.only and case.partition(",")[0] not in args.only) or not goes(
                 adapter, None if codec == "float32" else codec
