@@ -171,11 +171,6 @@ BESIDE |= {
     if known.kind == "adapter"
 }
 
-BESIDE |= {
-    frozenset((name, "loftq")): Technique(overrides=(f"model.weights={name}", "adapter={name: loftq, r: 4}"))
-    for name in CODECS
-}
-
 #: What LoRA needs beside another method its kin need too; one of them in the fast tests will do.
 BESIDE_KIN = {
     frozenset(name if part == "lora" else part for part in pair): Technique(
@@ -184,6 +179,12 @@ BESIDE_KIN = {
     for pair, line in BESIDE.items()
     if "lora" in pair
     for name in KIN
+}
+
+#: Its own switch names a codec; the pair's is meant.
+BESIDE_KIN |= {
+    frozenset((name, "loftq")): Technique(overrides=(f"model.weights={name}", "adapter={name: loftq, r: 4}"))
+    for name in CODECS
 }
 
 #: Pairs whose both sides no recipe key switches on together; a plain loop does.
