@@ -39,7 +39,7 @@ def plan(
         memory: bytes on that device instead of the card's own.
         budget: short for the override "budget=…".
         offer: simulate the approximate ways when nothing exact fits.
-        also: "frontier" and "explain" fill `Plan.frontier` and `Plan.decisions`.
+        also: "frontier", "explain" and "arena" fill `Plan.frontier`, `Plan.decisions` and `Plan.arena`.
 
     Returns:
         A `Plan`; `.fits` says whether it does.

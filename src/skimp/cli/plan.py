@@ -45,6 +45,9 @@ def command(
         str | None, typer.Option(help="Draw memory against time over all exact ways: a file .svg, .png or .json.")
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Each decision against its other values.")] = False,
+    arena: Annotated[
+        bool, typer.Option("--arena", help="Fixed addresses for one step's tensors, and what they would take.")
+    ] = False,
     sweep: Annotated[
         str | None, typer.Option(help="A table of what fits: seq=1k,4k batch=1..8 (rows at once).")
     ] = None,
@@ -64,7 +67,14 @@ def command(
     from skimp.core.memory.process import set_malloc_policy
 
     if sweep is not None or largest is not None:
-        of_one = {"--probe": probe, "--html": html, "--png": png, "--frontier": frontier, "--explain": explain}
+        of_one = {
+            "--probe": probe,
+            "--html": html,
+            "--png": png,
+            "--frontier": frontier,
+            "--explain": explain,
+            "--arena": arena,
+        }
         asked = [name for name, value in (of_one | {"--markdown": markdown}).items() if value]
         if asked:
             table_of = "--sweep" if sweep is not None else "--largest"
@@ -73,8 +83,9 @@ def command(
         from skimp.cli.plan_sweep import check_file
 
         check_file(frontier)
-    if probe and (frontier or explain):
-        raise RecipeError("skimp plan --probe", "--frontier or --explain", "they are of a plan alone", "one at a time")
+    if probe and (frontier or explain or arena):
+        found_too = "--frontier, --explain or --arena"
+        raise RecipeError("skimp plan --probe", found_too, "they are of a plan alone", "one at a time")
     files = [path for path in (html, png) if path is not None]
     if files:
         from skimp.cli.plan_files import check
@@ -123,7 +134,7 @@ def command(
             raise RecipeError("--probe", f"a plan for {gpu}", "steps are taken on this machine's CPU", "one of the two")
         found, taken = take(source, *words, memory=memory)
     else:
-        also = [name for name, asked in (("frontier", frontier), ("explain", explain)) if asked]
+        also = [name for name, asked in (("frontier", frontier), ("explain", explain), ("arena", arena)) if asked]
         found = make(source, *words, gpu=gpu, memory=memory, also=also)
     if as_json:
         print(json.dumps(found.as_dict() | ({"probe": taken.as_dict()} if taken is not None else {}), indent=2))
@@ -147,6 +158,11 @@ def command(
             console().print("decisions, all else equal", style="bold")
             for decision in found.decisions:
                 console().print(f"  · {sentence(decision)}")
+        if found.arena is not None:
+            from skimp.plan.arena import sentences
+
+            for line in sentences(found.arena):
+                console().print(line, soft_wrap=True)
     if frontier is not None:
         from skimp.cli.plan_sweep import draw
 

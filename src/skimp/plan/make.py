@@ -13,7 +13,7 @@ from skimp.core.memory.process import Policy
 from skimp.core.memory.trace import Reservation
 from skimp.core.structure import layers_of
 from skimp.core.units import format_bytes
-from skimp.plan import offloading
+from skimp.plan import arena, offloading
 from skimp.plan.cost import Rates
 from skimp.plan.frontier import explain, frontier
 from skimp.plan.mixed import MixedSearch, plain
@@ -59,7 +59,8 @@ def make_plan(
         offer: when nothing exact fits, simulate the approximate ways too.
         where: the budgets, when they are known already; nothing is measured then.
         text_bytes: of the text as tokens on disk, where it is ready.
-        also: "frontier" walks the whole lattice for `Plan.frontier`, "explain" fills `Plan.decisions`.
+        also: "frontier" walks the whole lattice for `Plan.frontier`, "explain" fills `Plan.decisions`, "arena" gives
+            the chosen step's tensors fixed addresses (`Plan.arena`).
     """
     where = where or places(recipe, config, gpu, memory, text_bytes)
     recipe = one_card(recipe, where.count)
@@ -110,6 +111,7 @@ def make_plan(
         reservation=reservation,
         frontier=frontier(search, where, more, found) if "frontier" in also else (),
         decisions=explain(search, profile.exact, where) if "explain" in also else (),
+        arena=arena.of_run(recipe, config, profile.exact, where) if "arena" in also else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,7 @@ class Plan:
         notes: what the reader should know (dropout set to 0, packing simulated as …).
         frontier, decisions: memory against time over the whole lattice, and each decision against its other values,
             where they were asked for (`plan.frontier`).
+        arena: one step's tensors at fixed addresses, where that was asked for (`plan.arena`).
     """
 
     fits: bool
@@ -73,6 +75,7 @@ class Plan:
     reservation: Reservation | None = None
     frontier: tuple[Any, ...] = ()
     decisions: tuple[Any, ...] = ()
+    arena: Mapping[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The stable JSON of `skimp plan --json`."""
@@ -117,4 +120,5 @@ class Plan:
             "seen": self.places.seen.as_dict(),
             "frontier": [point.as_dict() for point in self.frontier],
             "decisions": [decision.as_dict() for decision in self.decisions],
+            "arena": None if self.arena is None else dict(self.arena),
         }
