@@ -6,17 +6,13 @@ method see the same text in the same order for a seed, so methods differ in thei
 
 from __future__ import annotations
 
-import os
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from skimp.bench import runs
 from skimp.bench.profiles import Profile, due
+from skimp.bench.queue import Queue, Show
 from skimp.bench.runs import Job, Results
 from skimp.bench.table import markdown
 from skimp.bench.text import prepare
@@ -24,14 +20,12 @@ from skimp.bench.text import prepare
 TABLE = "pretrain.md"
 
 
-class Pretrain:
+class Pretrain(Queue):
     """The benchmark in a folder of its own; the same call again goes on where it was stopped.
 
     Args:
         profile, methods, seeds: what to run.
-        work: the folder: results.jsonl, the table, and what runs at the moment.
-        jobs: runs at a time, one thread each.
-        show: called with (runs done, runs expected, seconds left) and the last record, after each run.
+        work, jobs, show: see `Queue`.
     """
 
     def __init__(
@@ -41,18 +35,13 @@ class Pretrain:
         seeds: Sequence[int],
         work: Path,
         jobs: int,
-        show: Callable[[int, int, float, dict[str, Any] | None], None] | None = None,
+        show: Show | None = None,
     ) -> None:
-        self.profile, self.methods, self.seeds, self.jobs = profile, list(methods), list(seeds), jobs
-        # Absolute: the runs' recipes name folders in it.
-        self.work, self.show = work.resolve(), show or (lambda *_: None)
-        self.work.mkdir(parents=True, exist_ok=True)
+        self.profile: Profile
+        super().__init__(profile, work, jobs, show)
+        self.methods, self.seeds = list(methods), list(seeds)
         self.text = prepare(self.work / f"model-{profile.name}", profile)
         self.results = Results(self.work, profile.digest(self.text))
-        self._children: list[Any] = []
-        self._lock, self._stopped = Lock(), False
-        self._walls: list[float] = []
-        self._kills: Counter[Job] = Counter()
 
     def due(self) -> list[Job]:
         """Runs that are known to be needed now, method by method."""
@@ -63,71 +52,14 @@ class Pretrain:
                 found += [Job(method, lr, seed) for lr, seed in due(method, self.seeds, self.profile.rungs, losses)]
         return found
 
-    def run(self, minutes: float | None = None) -> bool:
-        """Run what is due, until nothing is, or until so many minutes have passed (runs that began are finished).
+    def least(self) -> int:
+        return len(self.methods) * (self.profile.rungs + len(self.seeds) - 1)
 
-        Returns:
-            Whether everything is done.
-
-        Raises:
-            SkimpError: another process goes on running in the folder.
-        """
-        runs.wait_for_orphans(self.work)
-        until = None if minutes is None else time.monotonic() + 60 * minutes
-        flying: dict[Future[dict[str, Any] | None], Job] = {}
-        with ThreadPoolExecutor(self.jobs) as pool:
-            try:
-                while True:
-                    # A run is handed out when there is a place for it: what comes later may depend on it.
-                    waiting = [job for job in self.due() if job not in flying.values()]
-                    on_time = until is None or time.monotonic() < until
-                    while waiting and len(flying) < self.jobs and on_time and not self._stopped:
-                        job = waiting.pop(0)
-                        flying[pool.submit(runs.run, self.profile, job, self.work, 1, self._started)] = job
-                    if not flying:
-                        return not waiting
-                    done, _ = wait(flying, timeout=1.0, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        self._finished(flying.pop(future), future.result())
-            except BaseException:
-                self.stop()
-                raise
-
-    def stop(self) -> None:
-        """Ask every run to save and end; the next call goes on with them."""
-        with self._lock:
-            self._stopped = True
-            for child in self._children:
-                if child.poll() is None:
-                    child.terminate()
+    def begin(self, job: Job) -> dict[str, Any] | None:
+        return runs.run(self.profile, job, self.work, 1, self.started)
 
     def table(self) -> str:
         """The results as markdown, also written into the folder."""
         text = markdown(self.profile, self.methods, self.seeds, self.results, self.text, self.jobs)
         (self.work / TABLE).write_text(text, encoding="utf-8")
         return text
-
-    def _started(self, child: Any) -> None:
-        with self._lock:
-            self._children = [c for c in self._children if c.poll() is None] + [child]
-            if self._stopped:
-                child.terminate()
-
-    def _finished(self, job: Job, record: dict[str, Any] | None) -> None:
-        if record is None:
-            self._kills[job] += 1
-            if self._stopped or self._kills[job] < runs.KILLS:
-                return
-            record = runs.killed(self.profile, job)
-        self.results.add(record)
-        runs.clean(self.work, job)
-        self._walls.append(record["wall_seconds"])
-        done = len(self.results.lines)
-        expected = max(done + len(self.due()), len(self.methods) * (self.profile.rungs + len(self.seeds) - 1))
-        left = (expected - done) * sum(self._walls) / len(self._walls) / self.jobs
-        self.show(done, expected, left, record)
-
-
-def default_jobs() -> int:
-    """Runs at a time: one a core of those this process may use, four at most."""
-    return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

@@ -149,24 +149,31 @@ def changes(method: str, profile: Profile) -> dict[str, Any]:
 
 
 def due(
-    method: str, seeds: Sequence[int], rungs: int, losses: dict[tuple[float, int], float]
+    method: str,
+    seeds: Sequence[int],
+    rungs: int,
+    losses: dict[tuple[float, int], float],
+    usual: float | None = None,
+    ladder: Sequence[float] = LADDER,
 ) -> list[tuple[float, int]]:
     """The (rate, seed) pairs that a method still needs, as far as is known now; empty when it is done.
 
     Args:
+        rungs: of the ladder that are tried at first; the next one outward is tried from 3 on.
         losses: held-out losses so far; infinite where a run diverged.
+        usual: the middle rung to start from; None: that of an update rule. ladder: all rungs.
     """
     first = seeds[0]
-    tried = [i for i, rate in enumerate(LADDER) if (rate, first) in losses]
-    middle = LADDER.index(USUAL.get(method, USUAL_RATE))
+    tried = [i for i, rate in enumerate(ladder) if (rate, first) in losses]
+    middle = ladder.index(USUAL.get(method, USUAL_RATE) if usual is None else usual)
     start = range(middle - (rungs - 1) // 2, middle + rungs // 2 + 1)
-    missing = [LADDER[i] for i in start if i not in tried]
+    missing = [ladder[i] for i in start if i not in tried]
     if missing:
         return [(rate, first) for rate in missing]
     top = best(first, losses)
-    outward = {LADDER[tried[0]]: tried[0] - 1, LADDER[tried[-1]]: tried[-1] + 1}.get(top)
-    if outward is not None and 0 <= outward < len(LADDER) and rungs > 2:
-        return [(LADDER[outward], first)]
+    outward = {ladder[tried[0]]: tried[0] - 1, ladder[tried[-1]]: tried[-1] + 1}.get(top)
+    if outward is not None and 0 <= outward < len(ladder) and rungs > 2:
+        return [(ladder[outward], first)]
     return [(top, seed) for seed in seeds[1:] if (top, seed) not in losses]
 
 

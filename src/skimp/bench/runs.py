@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any
 
 from skimp.bench.profiles import Profile, changes
+from skimp.bench.tuning import Tuning
 from skimp.core.child import child_environment
 from skimp.core.errors import SkimpError
 from skimp.core.lock import running
@@ -125,14 +126,25 @@ def recipe_of(profile: Profile, job: Job, work: Path) -> dict[str, Any]:
     return base
 
 
-def run(profile: Profile, job: Job, work: Path, threads: int, started: Callable[[Any], None]) -> dict[str, Any] | None:
+def run(
+    profile: Profile | Tuning,
+    job: Job,
+    work: Path,
+    threads: int,
+    started: Callable[[Any], None],
+    recipe: dict[str, Any] | None = None,
+) -> dict[str, Any] | None:
     """Run a job to its end, or go on with it; its record, or None when it was stopped from outside.
 
     Args:
         threads: of the child.
         started: told of the child process, so that it can be stopped.
+        recipe: of the run, its output `runs/<name of the job>` in `work`; None: that of a pre-training.
     """
-    recipe, folder = recipe_of(profile, job, work), work / "runs" / job.name
+    if recipe is None:
+        assert isinstance(profile, Profile)
+        recipe = recipe_of(profile, job, work)
+    folder = work / "runs" / job.name
     begin, code, said = time.monotonic(), 0, ""
     if not (folder / "summary.json").is_file():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -144,13 +156,18 @@ def run(profile: Profile, job: Job, work: Path, threads: int, started: Callable[
     return _record(profile, job, time.monotonic() - begin, _read(folder, said, code))
 
 
-def killed(profile: Profile, job: Job) -> dict[str, Any]:
+def killed(profile: Profile | Tuning, job: Job) -> dict[str, Any]:
     """The record of a run that was killed too often; tried anew by the next call."""
     why = f"killed from outside {KILLS} times, as the system does when memory runs out"
     return _record(profile, job, 0.0, {"status": "failed", "loss": None, "why": why})
 
 
-def _record(profile: Profile, job: Job, seconds: float, found: dict[str, Any]) -> dict[str, Any]:
+def untrained(profile: Profile | Tuning, job: Job) -> dict[str, Any]:
+    """The record of a model that is taken as it is."""
+    return _record(profile, job, 0.0, {"status": "done", "loss": None})
+
+
+def _record(profile: Profile | Tuning, job: Job, seconds: float, found: dict[str, Any]) -> dict[str, Any]:
     about = {"profile": profile.name, "method": job.method, "lr": job.lr, "seed": job.seed}
     return about | found | {"wall_seconds": seconds, "date": time.strftime("%Y-%m-%d")}
 
@@ -225,6 +242,7 @@ def _read(folder: Path, said: str, code: int) -> dict[str, Any]:
         "status": "done",
         "loss": loss if loss is not None and math.isfinite(loss) else None,
         "train_loss": summary["loss_last"],
+        "trained": summary["plan"]["trained"],
         "state_bytes": rules["state_bytes"],
         "planned_peak_bytes": summary["planned_peak_bytes"],
         "peak_bytes": summary["measured_peak_bytes"],

@@ -98,11 +98,11 @@ def _facts(profile: Profile, seeds: Sequence[int], results: Results, text: str, 
         f"State bytes are the optimizer's at any one time; the peak is of all tensors in a step, as tracked. Step: "
         f"median wall time, {jobs} runs at a time with one thread each.",
         "",
-        f"{_machine()}; {packages}; {dates[0]}{' to ' + dates[-1] if len(dates) > 1 else ''}.",
+        f"{machine()}; {packages}; {dates[0]}{' to ' + dates[-1] if len(dates) > 1 else ''}.",
     ]
 
 
-def _machine() -> str:
+def machine() -> str:
     try:
         info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
         name = next(line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name"))

@@ -11,8 +11,9 @@ import ast
 import hashlib
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from skimp.bench.profiles import Profile
 
@@ -23,20 +24,25 @@ SHORTEST = 80
 
 
 def prepare(folder: Path, profile: Profile) -> str:
-    """Write text.jsonl, tokenizer.json and config.json into `folder`, unless they are there; returns the text's
-    SHA-256."""
+    """Text, tokenizer and config of the pre-training benchmark; returns the text's SHA-256."""
+    return write_model(folder, documents(profile.code), profile.vocab, profile.config)
+
+
+def write_model(folder: Path, texts: Iterable[str], vocab: int, config: dict[str, Any]) -> str:
+    """Write text.jsonl, a tokenizer trained on it and config.json into `folder`, unless they are there; returns the
+    text's SHA-256."""
     mark = folder / "text.sha256"
     if mark.is_file():
         return mark.read_text(encoding="utf-8").strip()
     from tokenizers import ByteLevelBPETokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
-    texts = list(documents(profile.code))
+    texts = list(texts)
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(texts, vocab_size=profile.vocab, special_tokens=["<end>"], show_progress=False)
+    tokenizer.train_from_iterator(texts, vocab_size=vocab, special_tokens=["<end>"], show_progress=False)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}), encoding="utf-8")
-    (folder / "config.json").write_text(json.dumps(profile.config), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     (folder / "text.jsonl").write_bytes(content)
     digest = hashlib.sha256(content).hexdigest()
@@ -44,23 +50,40 @@ def prepare(folder: Path, profile: Profile) -> str:
     return digest
 
 
+def cut(texts: Iterable[str], characters: int) -> Iterator[str]:
+    """The first texts, whole, until so many characters are reached."""
+    for text in texts:
+        if characters <= 0:
+            return
+        yield text
+        characters -= len(text)
+
+
 def documents(code: bool) -> Iterator[str]:
     """The documents, in an order that is always the same."""
     from pydoc_data.topics import topics
 
     yield from (topics[name] for name in sorted(topics))
+    for _, source, tree in parsed_files():
+        yield from _docstrings(tree)
+        if code and len(source) >= SHORTEST:
+            yield source
+
+
+def parsed_files() -> Iterator[tuple[Path, str, ast.Module]]:
+    """(path below the library, source, tree) of every file of the standard library, in an order that is always the
+    same; a file in another encoding, or one that is broken on purpose, is left out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
-        if LEFT_OUT & set(path.relative_to(root).parts):
+        relative = path.relative_to(root)
+        if LEFT_OUT & set(relative.parts):
             continue
         try:
             source = path.read_text(encoding="utf-8")
             tree = ast.parse(source)
         except (OSError, ValueError, SyntaxError):
-            continue  # a file in another encoding, or one that is broken on purpose
-        yield from _docstrings(tree)
-        if code and len(source) >= SHORTEST:
-            yield source
+            continue
+        yield relative, source, tree
 
 
 def _docstrings(tree: ast.AST) -> Iterator[str]:

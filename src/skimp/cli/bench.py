@@ -1,4 +1,5 @@
-"""`skimp bench`: methods side by side; `skimp bench pretrain` trains a small Llama from scratch with each of them."""
+"""`skimp bench`: methods side by side; `pretrain` trains a small Llama from scratch with each update rule,
+`finetune` a small model with each adapter."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ def pretrain(
 
     The same command goes on where it was stopped, at any moment and by anything.
     """
-    from skimp.bench.pretrain import TABLE, Pretrain, default_jobs
+    from skimp.bench.pretrain import TABLE, Pretrain
     from skimp.bench.profiles import chosen, profile_of
+    from skimp.bench.queue import default_jobs
     from skimp.cli.console import console
 
     size = profile_of(profile)
@@ -50,6 +52,61 @@ def pretrain(
                 print(f"skimp: stopped; the same command goes on ({len(bench.due())} runs due)", file=sys.stderr)
                 sys.exit(130)
     print(bench.table())
+    screen.print(f"{bench.work / TABLE}" + ("" if done else ": not complete; the same command goes on"), soft_wrap=True)
+
+
+@app.command("finetune")
+def finetune(
+    profile: Annotated[
+        str, typer.Option(help="Size: seconds, short, tiny, smollm2; default is the last two.")
+    ] = "default",
+    methods: Annotated[str, typer.Option(help="Names with commas; none: full and every adapter (smollm2: six).")] = "",
+    seeds: Annotated[str, typer.Option(help="With commas; the first chooses rates; none: the profile's.")] = "",
+    output: Annotated[Path, typer.Option(help="Folder of results and table.")] = Path("runs/bench-finetune"),
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time, one thread each; none: one a core.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Begin no run after so many minutes.")] = None,
+    table: Annotated[bool, typer.Option("--table", help="Only print the table of what was run.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as it is in the file.")] = False,
+) -> None:
+    """Fine-tune a small model with every adapter: own learning rates, a table of right answers, memory and speed.
+
+    The same command goes on where it was stopped, at any moment and by anything.
+    """
+    import time
+
+    from skimp.bench.finetune import TABLE, Finetune, check_base
+    from skimp.bench.queue import default_jobs
+    from skimp.bench.tuning import chosen, tunings_of
+    from skimp.cli.bench_table import screen_table
+    from skimp.cli.console import console
+    from skimp.report.methods_picture import methods_svg
+
+    sizes = tunings_of(profile)
+    names = [name.strip() for name in methods.split(",") if name.strip()]
+    asked = [(size, chosen(names, size), _seeds(seeds) if seeds else list(size.seeds)) for size in sizes]
+    for size in sizes:
+        check_base(size)
+    screen, until = console(), None if minutes is None else time.monotonic() + 60 * minutes
+    done, written = True, []
+    for size, which, seeded in asked:
+        with _progress(screen, "fine-tuning") as show:
+            bench = Finetune(size, which, seeded, output, jobs or default_jobs(), show)
+            if not table and done:
+                signal.signal(signal.SIGTERM, _terminated)
+                try:
+                    done = bench.run(None if until is None else max(0.0, (until - time.monotonic()) / 60))
+                except KeyboardInterrupt:
+                    print(f"skimp: stopped; the same command goes on ({len(bench.due())} runs due)", file=sys.stderr)
+                    sys.exit(130)
+        rows = bench.rows()
+        written.append(f"{bench.table()}")
+        (bench.work / f"finetune-{size.name}.svg").write_text(methods_svg(rows, f"skimp bench finetune: {size.name}"))
+        if not as_markdown:
+            screen.print(screen_table(rows, size.name))
+    text = "\n".join(written)
+    (bench.work / TABLE).write_text(text, encoding="utf-8")
+    if as_markdown:
+        print(text)
     screen.print(f"{bench.work / TABLE}" + ("" if done else ": not complete; the same command goes on"), soft_wrap=True)
 
 
@@ -74,10 +131,10 @@ def _seeds(text: str) -> list[int]:
 class _progress:
     """A bar of runs with the time left; on a pipe, a line a run."""
 
-    def __init__(self, console: Any) -> None:
+    def __init__(self, console: Any, what: str = "pre-training") -> None:
         from skimp.cli.use import bar
 
-        self.console = console
+        self.console, self.what = console, what
         self.bar = bar(console, False)
         self.task: Any = None
 
@@ -96,8 +153,10 @@ class _progress:
         facts = f"of {expected} runs · {format_seconds(left)} left"
         if record is not None:
             found = record["status"] if record["loss"] is None else f"perplexity {exp(record['loss']):.2f}"
+            if "right" in record:
+                found += ", right: " + ", ".join(f"{t} {right}/{of}" for t, (right, of) in record["right"].items())
             what = f"{record['method']} at {record['lr']:g}, seed {record['seed']}: {found}"
             self.console.print(f"{done} {facts} · {what}", soft_wrap=True)
         if self.task is None:
-            self.task = self.bar.add_task("pre-training", total=expected, facts=facts)
+            self.task = self.bar.add_task(self.what, total=expected, facts=facts)
         self.bar.update(self.task, completed=done, total=expected, facts=facts)

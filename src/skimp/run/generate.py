@@ -50,23 +50,35 @@ class Decoder:
         Raises:
             ModelError: no ids, or the text would be longer than the model's positions.
         """
-        opened, positions = self.opened, self.opened.structure.positions
-        if not ids or len(self.ids) + len(ids) > positions:
+        logits = self.feed_rows(torch.tensor([list(ids)]))[0]
+        self.ids += ids
+        return logits
+
+    @torch.no_grad()
+    def feed_rows(self, ids: Tensor) -> Tensor:
+        """The same for several texts of one length, without a record of them: (rows, n) ids give (rows, vocabulary).
+
+        Raises:
+            ModelError: as `feed`.
+        """
+        opened, positions, past = self.opened, self.opened.structure.positions, self._cache.held
+        if not ids.numel() or past + ids.shape[1] > positions:
             raise ModelError(
-                f"{len(self.ids) + len(ids)} tokens of text",
-                f"the model has {positions} positions" if ids else "nothing to go on from",
-                instead=f"at most {positions} tokens" if ids else "one token at least",
+                f"{past + ids.shape[1]} tokens of text",
+                f"the model has {positions} positions" if ids.numel() else "nothing to go on from",
+                instead=f"at most {positions} tokens" if ids.numel() else "one token at least",
             )
         hidden = torch.empty(0)
-        for start in range(0, len(ids), PIECE):
-            piece = ids[start : start + PIECE]
-            past = self._cache.held
-            row = torch.tensor([list(piece)])
-            at = torch.arange(past, past + len(piece)).unsqueeze(0)
-            out = self._base(input_ids=row, position_ids=at, use_cache=True, **{self._keyword: self._cache})
+        for start in range(0, ids.shape[1], PIECE):
+            piece, past = ids[:, start : start + PIECE], self._cache.held
+            at = torch.arange(past, past + piece.shape[1]).unsqueeze(0)
+            out = self._base(input_ids=piece, position_ids=at, use_cache=True, **{self._keyword: self._cache})
             hidden = out.last_hidden_state
-            self.ids += piece
-        return opened.head.logits_from(hidden[:, -1:])[0, 0]
+        return opened.head.logits_from(hidden[:, -1:])[:, 0]
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Of several texts go on with these alone, numbers (rows,) in rising order."""
+        self._cache.keep_rows(rows)
 
     def turn_to(self, ids: Sequence[int]) -> Tensor:
         """Make `ids` the whole text, reading again only what differs from the text so far; as `feed`."""

@@ -54,6 +54,14 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         if self.is_initialized and positions < self.get_seq_length():
             self.keys, self.values = (buffer[:, :, :positions] for buffer in self._buffers)
 
+    def keep_rows(self, rows: Tensor) -> None:
+        """Forget all rows but these; one buffer at a time is copied."""
+        held = self.get_seq_length()
+        for index, buffer in enumerate(self._buffers):
+            self._buffers[index] = buffer.index_select(0, rows)
+        if self._buffers:
+            self.keys, self.values = (buffer[:, :, :held] for buffer in self._buffers)
+
 
 class GrowingCache(Cache):
     """A `transformers` cache of `GrowingLayer`s; windows are cut by the attention call, not here."""
@@ -72,3 +80,8 @@ class GrowingCache(Cache):
         for layer in self._growing:
             layer.keep(positions)
         return min(positions, self.held)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Of several texts keep these alone."""
+        for layer in self._growing:
+            layer.keep_rows(rows)

@@ -94,6 +94,10 @@ class SparseLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self.reset()
         return self.seen
 
+    def keep_rows(self, rows: Tensor) -> None:
+        """Forget all rows but these; what a head holds is the same for all of them."""
+        self._buffers = [buffer.index_select(0, rows) for buffer in self._buffers]
+
 
 class SparseCache(Cache):
     """A `transformers` cache for a model with `SparseAttention`: dense blocks hold everything, the others a share."""
@@ -116,6 +120,11 @@ class SparseCache(Cache):
         for layer in self._layers:
             layer.keep(kept)
         return kept
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Of several texts keep these alone."""
+        for layer in self._layers:
+            layer.keep_rows(rows)
 
     @property
     def nbytes(self) -> int:
