@@ -22,7 +22,8 @@ from skimp.bench.profiles import due
 from skimp.bench.queue import Queue, Show
 from skimp.bench.runs import Job, Results
 from skimp.bench.text import cut, documents, write_model
-from skimp.bench.tuning import BASE, LADDER, Grown, Tuning, growing, recipe_of
+from skimp.bench.tuning import BASE, LADDER, Grown, Tuning
+from skimp.bench.tuning_recipe import growing, recipe_of
 from skimp.bench.tuning_table import markdown, rows_of
 from skimp.core.child import child_environment
 from skimp.core.errors import SkimpError
@@ -118,7 +119,8 @@ class Finetune(Queue):
         """The pre-training's text, tokenizer and config; its SHA-256."""
         texts = chain(
             cut(documents(code=False), grown.characters),
-            library.code(grown.characters // 2),
+            library.code(grown.characters),
+            library.described(4),
             maths.facts(self.profile.sizes.largest, grown.rounds, 0),
         )
         return write_model(self.ground, texts, grown.vocab, grown.config(2 * self.profile.seq))

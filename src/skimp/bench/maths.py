@@ -24,19 +24,20 @@ def part_of(words: str, dev: int = 10, test: int = 20) -> str:
     return "test" if place < test else "dev" if place < test + dev else "train"
 
 
-def problems(part: str, largest: int, seed: int) -> Iterator[tuple[str, str]]:
+def problems(part: str, largest: int, deepest: int, seed: int) -> Iterator[tuple[str, str]]:
     """Endless (question, answer) pairs of a part.
 
     Args:
         part: train, dev or test.
         largest: number in a problem, results included.
+        deepest: steps of a problem at most.
     """
-    draw = random.Random(f"maths {part} {largest} {seed}")
+    draw = random.Random(f"maths {part} {largest} {deepest} {seed}")
     while True:
         name, thing = draw.choice(NAMES), draw.choice(THINGS)
         have = draw.randint(1, largest)
         story, working = f"{name} has {have} {thing}", []
-        for step in range(draw.choice((1, 1, 2))):
+        for step in range(draw.randint(1, deepest)):
             grows = have < largest and (have < 1 or draw.random() < 0.5)
             other = draw.randint(1, largest - have) if grows else draw.randint(1, have)
             if part_of(f"{have} {'+' if grows else '-'} {other}") != part:
@@ -51,11 +52,13 @@ def problems(part: str, largest: int, seed: int) -> Iterator[tuple[str, str]]:
 
 
 def facts(largest: int, rounds: int, seed: int) -> Iterator[str]:
-    """Documents of bare sums for pre-training: every fact of the range, `rounds` times, ten a document, shuffled."""
+    """Documents of bare sums for pre-training: every fact of the range, `rounds` times, ten a document, shuffled,
+    each with its result once more behind "####", as an answer ends."""
     draw = random.Random(f"facts {largest} {seed}")
     sums = [f"{a} + {b} = {a + b}" for a in range(largest + 1) for b in range(largest + 1 - a)]
     sums += [f"{a} - {b} = {a - b}" for a in range(largest + 1) for b in range(a + 1)]
     for _ in range(rounds):
         draw.shuffle(sums)
         for start in range(0, len(sums), 10):
-            yield "Sums: " + "\n".join(sums[start : start + 10])
+            group = sums[start : start + 10]
+            yield "Sums: " + "\n".join(f"{line}\n#### {line.split()[-1]}" for line in group)

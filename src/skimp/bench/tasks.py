@@ -30,12 +30,14 @@ MARKS: dict[str, Callable[[str, str], bool]] = {"maths": number, "code": exact, 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Items of each task by part, and the largest number of a word problem. Fewer where the library has no more."""
+    """Items of each task by part, and of word problems the largest number and the most steps. Fewer where the library
+    has no more."""
 
     train: int
     dev: int
     test: int
     largest: int
+    deepest: int = 2
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def items(part: str, sizes: Sizes) -> list[Item]:
     Word problems are drawn without repetition inside and across parts (`maths.part_of`).
     """
     wanted = getattr(sizes, part)
-    problems = maths.problems(part, sizes.largest, 0)
+    problems = maths.problems(part, sizes.largest, sizes.deepest, 0)
     # A small range has few different problems: what is repeated is skipped, for a while.
     drawn = dict(islice(problems, 4 * wanted))
     of: dict[str, Iterable[tuple[str, str]]] = {"maths": drawn.items()}

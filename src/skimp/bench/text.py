@@ -11,7 +11,7 @@ import ast
 import hashlib
 import json
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +70,17 @@ def documents(code: bool) -> Iterator[str]:
             yield source
 
 
-def parsed_files() -> Iterator[tuple[Path, str, ast.Module]]:
+def parsed_files(only: Collection[str] = ()) -> Iterator[tuple[Path, str, ast.Module]]:
     """(path below the library, source, tree) of every file of the standard library, in an order that is always the
-    same; a file in another encoding, or one that is broken on purpose, is left out."""
+    same; a file in another encoding, or one that is broken on purpose, is left out.
+
+    Args:
+        only: modules to read; none: all.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        if LEFT_OUT & set(relative.parts):
+        if LEFT_OUT & set(relative.parts) or (only and module_of(relative) not in only):
             continue
         try:
             source = path.read_text(encoding="utf-8")
@@ -84,6 +88,11 @@ def parsed_files() -> Iterator[tuple[Path, str, ast.Module]]:
         except (OSError, ValueError, SyntaxError):
             continue
         yield relative, source, tree
+
+
+def module_of(relative: Path) -> str:
+    """The library's module that a file belongs to."""
+    return relative.parts[0].removesuffix(".py")
 
 
 def _docstrings(tree: ast.AST) -> Iterator[str]:
