@@ -9,18 +9,17 @@ import pytest
 
 from skimp.bench import library, text
 
-SOME = {"asyncio", "email", "importlib", "logging", "unittest", "json", "http", "shelve"}
+SOME = ("asyncio", "email", "importlib", "logging", "unittest", "json", "http", "shelve")
+
+
+@pytest.fixture(scope="session")
+def some_files() -> list[Any]:
+    return list(text.parsed_files(SOME))
 
 
 @pytest.fixture
-def some_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    whole = text.parsed_files
-
-    def some() -> Iterator[Any]:
-        return whole(SOME)
-
-    monkeypatch.setattr(library, "parsed_files", some)
-    monkeypatch.setattr(text, "parsed_files", some)
+def some_library(some_files: list[Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(library, "parsed_files", lambda: iter(some_files))
     library.found.cache_clear()
     yield
     library.found.cache_clear()

@@ -47,6 +47,15 @@ def test_the_working_of_a_word_problem_is_right_and_its_numbers_are_those_of_the
     assert lengths == {1, 2}
 
 
+def test_stories_of_the_pre_training_hold_training_pairs_alone_and_no_answer() -> None:
+    told = [line for text in maths.stories(20, 2, 200, 1) for line in text.split("\n")]
+    assert len(told) == 200
+    tested = {sum_ for _, a in islice(maths.problems("test", 20, 2, 0), 300) for sum_ in re.findall(r"\d+ [+-] \d+", a)}
+    for line in told:
+        assert re.fullmatch(r"\w+ has \d+ .*: (\d+ [+-] \d+ = \d+(, )?){1,2}\.", line), line
+        assert not set(re.findall(r"\d+ [+-] \d+", line.partition(": ")[2])) & tested
+
+
 def test_bare_sums_are_all_there_and_right() -> None:
     both = [line.removeprefix("Sums: ") for text in maths.facts(6, 2, 0) for line in text.split("\n")]
     lines = both[::2]

@@ -7,6 +7,7 @@ what is shown is how many answers to the test part are right, generated greedily
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -26,7 +27,6 @@ from skimp.bench.tuning import BASE, LADDER, Grown, Tuning
 from skimp.bench.tuning_recipe import growing, recipe_of
 from skimp.bench.tuning_table import markdown, rows_of
 from skimp.core.child import child_environment
-from skimp.core.errors import SkimpError
 
 TABLE = "finetune.md"
 #: Why nothing else is run.
@@ -53,8 +53,9 @@ class Finetune(Queue):
         self.profile: Tuning
         super().__init__(profile, work, jobs, show)
         self.methods, self.seeds = list(methods), list(seeds)
-        self.items = self.work / f"items-{profile.name}"
-        self.ground = self.work / f"base-{profile.name}"
+        # Named after what goes into them: another size never finds what was made for this one.
+        self.items = self.work / f"items-{profile.name}-{mark_of(profile.sizes)}"
+        self.ground = self.work / f"base-{profile.name}-{mark_of(profile.model, profile.sizes, profile.seq)}"
         found = tasks.write(self.items, profile.sizes)
         if isinstance(profile.model, Grown):
             found += self._text(profile.model)
@@ -117,21 +118,26 @@ class Finetune(Queue):
 
     def _text(self, grown: Grown) -> str:
         """The pre-training's text, tokenizer and config; its SHA-256."""
+        sizes = self.profile.sizes
         texts = chain(
             cut(documents(code=False), grown.characters),
             library.code(grown.characters),
             library.described(4),
-            maths.facts(self.profile.sizes.largest, grown.rounds, 0),
+            maths.stories(sizes.largest, sizes.deepest, grown.stories, 1),
+            maths.facts(sizes.largest, grown.rounds, 0),
         )
         return write_model(self.ground, texts, grown.vocab, grown.config(2 * self.profile.seq))
 
     def _grow(self, job: Job) -> dict[str, Any] | None:
-        """Pre-train the base, or go on with it, and write it as a model of its own."""
+        """Pre-train the base, or go on with it, and write it as a model of its own; one that is there is taken."""
+        target, kept = Path(self.base), self.ground / "record.json"
+        if target.is_dir():
+            grown: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
+            return grown | {"wall_seconds": 0.0}
         folder = self.work / "runs" / job.name
         recipe = growing(self.profile, str(self.ground), self.ground / "text.jsonl", folder)
         record = runs.run(self.profile, job, self.work, 1, self.started, recipe)
-        target = Path(self.base)
-        if record is None or record["status"] != "done" or target.is_dir():
+        if record is None or record["status"] != "done":
             return record
         aside = target.with_name("model.part")
         shutil.rmtree(aside, ignore_errors=True)
@@ -140,6 +146,7 @@ class Finetune(Queue):
             return None
         if code:
             return record | {"status": "failed", "loss": None, "why": f"{NO_BASE}{said.strip()[-300:]}"}
+        kept.write_text(json.dumps(record), encoding="utf-8")
         os.replace(aside, target)
         return record
 
@@ -164,26 +171,14 @@ class Finetune(Queue):
         return child.returncode, said
 
 
+def mark_of(*facts: Any) -> str:
+    """A few characters that stand for these facts."""
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
+
+
 def handed_over(folder: Path) -> int:
     """Bytes of what a finished run hands over: its newest checkpoint's weights, without the optimizer's states."""
     found = sorted(folder.glob("checkpoints/step-*/COMPLETE"))
     if not found:
         return 0
     return sum(p.stat().st_size for p in found[-1].parent.glob("*.safetensors") if not p.name.startswith("optimizer"))
-
-
-def check_base(profile: Tuning) -> None:
-    """Refuse a real model that is not here, before anything is run.
-
-    Raises:
-        SkimpError: the package that carries it is not installed, or the model is unknown.
-    """
-    from skimp.recipe import fetch_model, resolve_model
-
-    if isinstance(profile.model, Grown):
-        return
-    source = resolve_model(profile.model)
-    if source.weights is None:
-        fetch_model(source)
-    if source.config.get("num_attention_heads") != profile.heads:
-        raise SkimpError(f"bench profile '{profile.name}'", f"{profile.model} has other heads than {profile.heads}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator
+from itertools import islice
 
 NAMES = ("Ann", "Ben", "Mia", "Tom", "Eva", "Max", "Lea", "Jon")
 THINGS = ("apples", "books", "coins", "cards", "shells", "stamps", "pens", "eggs")
@@ -49,6 +50,17 @@ def problems(part: str, largest: int, deepest: int, seed: int) -> Iterator[tuple
         else:
             ask = draw.choice(ASKS).format(name=name, things=thing)
             yield f"Question: {story}. {ask}\nAnswer:", " " + "\n".join([*working, f"#### {have}"])
+
+
+def stories(largest: int, deepest: int, count: int, seed: int) -> Iterator[str]:
+    """Documents of training stories and their sums for pre-training, four a document: no question, no answer's form."""
+    told = problems("train", largest, deepest, seed)
+    for _ in range(count // 4):
+        lines = []
+        for question, answer in islice(told, 4):
+            story = question.removeprefix("Question: ").partition(". ")[0]
+            lines.append(f"{story}: {answer.strip().rpartition(chr(10))[0].replace(chr(10), ', ')}.")
+        yield "\n".join(lines)
 
 
 def facts(largest: int, rounds: int, seed: int) -> Iterator[str]:

@@ -32,7 +32,7 @@ class Grown:
         vocab, hidden, inner, blocks, heads: its sizes; embedding and head are tied.
         tokens, batch_tokens, lr: of the pre-training.
         characters: of documentation, and as many of source.
-        rounds: how often every sum comes in the text.
+        rounds: how often every sum comes in the text. stories: told with their sums.
     """
 
     vocab: int
@@ -45,6 +45,7 @@ class Grown:
     lr: float
     characters: int
     rounds: int
+    stories: int
 
     @property
     def steps(self) -> int:
@@ -115,9 +116,9 @@ class Tuning:
         return min(LADDER, key=lambda rung: abs(rung / wanted - 1))
 
 
-_TINY = Grown(2048, 128, 344, 4, 4, 1_500_000, 2048, 5e-3, 800_000, 80)
-_SHORT = Grown(1024, 64, 176, 3, 4, 800_000, 1024, 1e-2, 300_000, 80)
-_SECONDS = Grown(512, 32, 88, 2, 2, 8192, 512, 5e-3, 20_000, 2)
+_TINY = Grown(2048, 128, 344, 4, 4, 2_000_000, 2048, 5e-3, 800_000, rounds=60, stories=20_000)
+_SHORT = Grown(1024, 64, 176, 3, 4, 1_200_000, 1024, 5e-3, 200_000, rounds=60, stories=12_000)
+_SECONDS = Grown(512, 32, 88, 2, 2, 8192, 512, 5e-3, 20_000, rounds=2, stories=40)
 #: For the short table, and for the real model: LoRA and some of its kin, 4 bits, slices, and beside the model.
 EIGHT = (FULL, "lora", "dora", "olora", "qlora", "s2ft", "s2a", "qst")
 SIX = (FULL, "lora", "olora", "qlora", "s2ft", "qst")
@@ -145,7 +146,7 @@ _LISTED = (
         _SHORT,
         seq=128,
         batch_tokens=512,
-        steps=250,
+        steps=400,
         usual=3e-3,
         full=3e-3,
         rank=8,

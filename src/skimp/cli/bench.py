@@ -74,7 +74,7 @@ def finetune(
     """
     import time
 
-    from skimp.bench.finetune import TABLE, Finetune, check_base
+    from skimp.bench.finetune import TABLE, Finetune
     from skimp.bench.queue import default_jobs
     from skimp.bench.tuning import chosen, tunings_of
     from skimp.cli.bench_table import screen_table
@@ -84,8 +84,6 @@ def finetune(
     sizes = tunings_of(profile)
     names = [name.strip() for name in methods.split(",") if name.strip()]
     asked = [(size, chosen(names, size), _seeds(seeds) if seeds else list(size.seeds)) for size in sizes]
-    for size in sizes:
-        check_base(size)
     screen, until = console(), None if minutes is None else time.monotonic() + 60 * minutes
     done, written = True, []
     for size, which, seeded in asked:
@@ -99,7 +97,7 @@ def finetune(
                     print(f"skimp: stopped; the same command goes on ({len(bench.due())} runs due)", file=sys.stderr)
                     sys.exit(130)
         rows = bench.rows()
-        written.append(f"{bench.table()}")
+        written.append(bench.table())
         (bench.work / f"finetune-{size.name}.svg").write_text(methods_svg(rows, f"skimp bench finetune: {size.name}"))
         if not as_markdown:
             screen.print(screen_table(rows, size.name))
