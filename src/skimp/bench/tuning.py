@@ -137,7 +137,7 @@ _LISTED = (
         heads=2,
         sizes=Sizes(40, 8, 12, largest=9),
         answer=24,
-        rungs=2,
+        rungs=1,
         methods=(FULL, "lora"),
         seeds=(0,),
     ),
