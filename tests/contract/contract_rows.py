@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from skimp.core.batch import Batch
+from skimp.core.coded_trained import stored
 from skimp.core.disk import IN_MEMORY, file_system
 from skimp.core.exact import ExactChoices
 from skimp.core.memory.oracle import Witness, witness
@@ -364,6 +365,22 @@ TECHNIQUES["mixed-q-galore-compact"] = Technique(
     overrides=("precision=bf16-mixed", FAMILY["q-galore"], "optimizer.compact=true", *NO_CLIP)
 )
 TECHNIQUES["lisa-grass-compact"] = Technique(overrides=(*LISA, *GRASS_COMPACT))
+#: Weights that train as int8 codes. A rate at which a step moves most codes.
+INT8 = ("model.weights={name: int8, group: 16}", FAMILY["q-galore"])
+TECHNIQUES["int8-q-galore"] = Technique(overrides=INT8)
+TECHNIQUES["int8-q-galore-in-backward"] = Technique({"in_backward": True}, INT8, base="int8-q-galore")
+TECHNIQUES["int8-q-galore-recompute"] = Technique({"recompute": tuple(range(BLOCKS))}, INT8, base="int8-q-galore")
+TECHNIQUES["int8-q-galore-accumulation"] = Technique({"micro_rows": 1}, INT8)  # rounded sums are drawn otherwise
+TECHNIQUES["int8-q-galore-mlp-chunk"] = Technique({"mlp_chunk": 7}, INT8)
+TECHNIQUES["int8-q-galore-disk"] = Technique({"states": "disk"}, (*DISK, *INT8), base="int8-q-galore", mapped=True)
+TECHNIQUES["int8-q-galore-compact-adds-up"] = Technique(
+    {"in_backward": True, "micro_rows": 1},
+    (*INT8, "model.weights.symmetric=false", "optimizer.compact=true", "exact.micro_batch=1", *NO_CLIP),
+)
+TECHNIQUES["bf16-int8-q-galore"] = Technique(overrides=("precision=bf16", *INT8))
+TECHNIQUES["bf16-mixed-int8-q-galore-compact"] = Technique(
+    overrides=("precision=bf16-mixed", *INT8, "optimizer.compact=true", *NO_CLIP)
+)
 for _rule, _override in FAMILY.items():
     TECHNIQUES[_rule] = Technique(overrides=(_override,))
     TECHNIQUES[f"{_rule}-in-backward"] = Technique({"in_backward": True}, (_override,), base=_rule)
@@ -560,5 +577,5 @@ def train(run: Run, technique: str | Technique, steps: int, first: int = 0, **sh
 
 
 def weights(run: Run) -> dict[str, Tensor]:
-    """Copies of all parameters."""
-    return {name: p.detach().clone() for name, p in run.parameters()}
+    """Copies of all parameters, and of the parts of coded layers."""
+    return {name: p.detach().clone() for name, p in stored(run.model)}

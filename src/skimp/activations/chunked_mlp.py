@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from skimp.core.chunked import chunked
+from skimp.core.coded_trained import stand_ins
 from skimp.core.errors import ConflictError, EffectError
 from skimp.core.read import is_simulated, read
 from skimp.core.structure import Structure
@@ -62,7 +63,8 @@ class ChunkedMLP:
 
         def forward(hidden_states: Tensor) -> Tensor:
             self.runs[name] += 1
-            return chunked(part, hidden_states, list(module.parameters()), self.chunk)
+            params = [*module.parameters(), *(p for _, p in stand_ins(module))]
+            return chunked(part, hidden_states, params, self.chunk)
 
         module.forward = forward
 

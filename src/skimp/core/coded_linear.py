@@ -1,4 +1,4 @@
-"""A frozen linear layer whose weight is kept in a codec: the one home of every quantised base.
+"""A linear layer whose weight is kept in a codec: the one home of every quantised base.
 
 Its parts are buffers, `weight_codes`, `weight_absmax` and so on, so they save, load, move and shard as any tensor does;
 its bias stays as it was. `weight` is the `Coded` matrix: it has shape, dtype and device, and no numbers of its own
@@ -6,6 +6,8 @@ until some rows are asked for. Nothing is kept for backward: dx = G W, with W de
 
 Memory: the codec's bytes (NF4 with double quantisation 0.516 a weight, where float32 takes 4), and one slice while it
 multiplies (`core.coded`).
+
+The codes are frozen unless `core.coded_trained` makes them train.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ class CodedLinear(nn.Module):
         bias: whether there is one. device: of the parts; "meta" has none.
         stored_transposed: the layer it stands for kept (inputs, outputs), as GPT-2's Conv1D; W is turned when it is
             encoded.
+
+    Attributes:
+        trained: what makes the codes train (`core.coded_trained.Trained`); None while they are frozen.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class CodedLinear(nn.Module):
         #: Who makes the parts of a dense (outputs, inputs) weight in the codec's place: an initialiser that looks at
         #: what the codec leaves over. None is the codec itself.
         self.coder: Callable[[Tensor], Mapping[str, Tensor]] | None = None
+        self.trained: Any = None
         for name, (shape, kind) in codec.spec((outputs, inputs)).items():
             self.register_buffer(PREFIX + name, torch.empty(shape, dtype=kind, device=device))
         if bias:
@@ -68,7 +74,11 @@ class CodedLinear(nn.Module):
 
     def parts(self) -> dict[str, Tensor]:
         """The codec's parts by name."""
-        return {k.removeprefix(PREFIX): v for k, v in self._buffers.items() if v is not None and k.startswith(PREFIX)}
+        return {k.removeprefix(PREFIX): v for k, v in self.named_parts()}
+
+    def named_parts(self) -> Iterator[tuple[str, Tensor]]:
+        """The same by the names of their buffers."""
+        return ((k, v) for k, v in self._buffers.items() if v is not None and k.startswith(PREFIX))
 
     @torch.no_grad()
     def take(self, weight: Tensor) -> None:
@@ -86,6 +96,9 @@ class CodedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (…, inputs) -> (…, outputs) in x's dtype, or the autocast dtype where autocast is on."""
+        if self.trained is not None:
+            y: Tensor = self.trained.forward(self, x)
+            return y
         return coded_linear(x, self.weight, self.bias)
 
     def _apply(self, fn: Any, recurse: bool = True) -> CodedLinear:

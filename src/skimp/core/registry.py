@@ -91,6 +91,7 @@ class Facts:
         conflicts: other method names, or whole kinds of them ("adapter"), it cannot go with.
         where: "module:object" with the code.
         recipe: the lines of a recipe that switch it on; empty takes the kind's own (`snippet`).
+        trains: of an update rule: codecs whose weights it trains as they are kept.
         rules: of a codec that is part of some update rules: their names. No recipe can ask for it beside another.
         options: keys of its own beside `name`, with their defaults; a recipe refuses every other.
         shared: of an adapter: those of the keys common to adapters that it takes. One of them among `options` gives it
@@ -111,6 +112,7 @@ class Facts:
     recipe: str = ""
     options: Mapping[str, Option] = field(default_factory=dict)
     rules: tuple[str, ...] = ()
+    trains: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
 
     @property

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skimp.core.coded_trained import codes_of
 from skimp.core.errors import SkimpError
 from skimp.core.sharded import Part
-from skimp.optim import elsewhere
+from skimp.optim import codes, elsewhere
 from skimp.optim.chosen import Chosen
 from skimp.optim.plain import plain_step
 from skimp.optim.stages import Place
@@ -113,12 +114,20 @@ class Adding(Chosen):
         held, name, state = self._added.pop(p), self.name_of(p), self.init_state(p)
         state["step"] += 1
         part = Part(name, p.numel(), 0, name)
-        with elsewhere.at_hand(self, p):
+        with elsewhere.at_hand(self, p), codes.numbers(self, p, state) as w:
             if "since" not in state:
-                plain_step(self.rule, p, held, state, self.group_of(p), part)
+                plain_step(self.rule, w, held, state, self.group_of(p), part)
                 return
             place = self._place_of(p, name, state["step"])
-            self._write(p, held if state["refreshed"] else None, None, state, place, part)
+            self._write(w, held if state["refreshed"] else None, None, state, place, part)
+
+    def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        if codes_of(p) is None:
+            super()._update(p, grad, group)
+            return
+        state, name = self.begin_update(p, grad), self.name_of(p)
+        with elsewhere.at_hand(self, p), codes.numbers(self, p, state) as w:
+            self.update(w, grad.to(w.device).contiguous(), state, group, Part(name, p.numel(), 0, name))
 
     def drop_added(self) -> None:
         """Forget what was added."""

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from skimp.core.away import Away
+from skimp.core.coded_trained import codes_of
 from skimp.core.errors import SkimpError
 from skimp.core.sharded import Part, alike, beside, is_sharded, largest_part, local, part_of, zeros_beside
 from skimp.optim import elsewhere
+from skimp.optim.codes import refuse_codes
 from skimp.optim.effect import assert_effect
-from skimp.optim.options import lr_of
+from skimp.optim.options import check_layout, lr_of
 from skimp.optim.state import Spec, check_saved, entry, state_key, state_nbytes
 
 
@@ -52,6 +54,7 @@ class UpdateRule(torch.optim.Optimizer):
         block: neighbouring numbers that share an entry of a state which is not shaped like the parameter.
         by_role: it treats roles unlike (hidden matrices, embeddings, head, vectors); its groups then carry "role",
             as `skimp.optim.role_groups` makes them.
+        trains_codes: it takes stand-ins of weights kept in a codec (`core.coded_trained`).
         kept_on_reset: keys of the state that are no moments and outlive a reset.
         away: where states live between updates; None keeps them beside their parameters.
     """
@@ -61,6 +64,7 @@ class UpdateRule(torch.optim.Optimizer):
     state_placement: ClassVar[str] = "like parameter"
     block: ClassVar[int] = 1
     by_role: ClassVar[bool] = False
+    trains_codes: ClassVar[bool] = False
     kept_on_reset: ClassVar[tuple[str, ...]] = ()
     away: Away | None = None
 
@@ -89,13 +93,10 @@ class UpdateRule(torch.optim.Optimizer):
 
     def check_parameter(self, name: str, p: Tensor) -> None:
         """Refuse, when the optimizer is made, a parameter this rule cannot update."""
-        if not local(p).is_contiguous():
-            raise SkimpError(
-                f"{self.rule} on parameter '{name}'",
-                f"shape {tuple(p.shape)} with strides {p.stride()}",
-                "states follow the row-major order, and a hidden copy would cost the parameter's bytes",
-                "make it contiguous before the optimizer: p.data = p.data.contiguous()",
-            )
+        if not self.trains_codes:
+            refuse_codes(self.rule, name, p)
+        if codes_of(p) is None:
+            check_layout(self.rule, name, p)
 
     def numbers_of(self, p: Tensor) -> tuple[str, ...]:
         """Keys of the state that are Python numbers, 0 at first; `step` is always one."""

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from skimp.core.coded_trained import codes_of
 from skimp.core.errors import SkimpError
 from skimp.core.sharded import largest_part
 from skimp.optim.base import UpdateRule
@@ -117,7 +118,7 @@ class Chosen(UpdateRule):
         return ("step", "since", "refreshed", *own, *(("gap", "seen") if self.stages.lazy else ()))
 
     def locality_of(self, p: Tensor) -> str:
-        return "element" if self.rank_of(p) is None else "matrix"
+        return "element" if self.rank_of(p) is None and codes_of(p) is None else "matrix"
 
     def moves_all(self, p: Tensor) -> bool:
         """Whether an update moves every number of `p` that has a gradient, and not a chosen few."""

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from skimp.core.coded_linear import CodedLinear
 from skimp.core.errors import SkimpError
 from skimp.core.remake import how_made
 from skimp.core.sharded import is_sharded
@@ -54,11 +55,12 @@ class Compact:
         self._modules = {
             name: module
             for name, module in model.named_modules()
-            if _is_linear(module) and id(module.weight) in known and rule.rank_of(module.weight) is not None
+            if (weight := _weight(module)) is not None and id(weight) in known and rule.rank_of(weight) is not None
         }
         if not self._modules:
             raise SkimpError(f"compact gradients for {rule.rule}", "no nn.Linear whose weight it projects")
-        sharded = next((name for name, module in self._modules.items() if is_sharded(module.weight)), None)
+        weights = {name: _weight(module) for name, module in self._modules.items()}
+        sharded = next((name for name, weight in weights.items() if is_sharded(weight)), None)
         if sharded is not None:
             raise SkimpError(
                 f"compact gradients for {rule.rule}",
@@ -67,10 +69,13 @@ class Compact:
                 "leave the layers between hidden states whole on every process",
             )
         self.layers = list(self._modules)
-        rule.compact = frozenset(rule.name_of(module.weight) for module in self._modules.values())
+        rule.compact = frozenset(rule.name_of(weight) for weight in weights.values())
         self._before = {name: vars(module).get("forward") for name, module in self._modules.items()}
         for module in self._modules.values():
-            module.forward = self._forward(module)
+            if isinstance(module, CodedLinear):  # its own backward knows factors
+                module.trained.receive = lambda *factors: self.receive(*factors)
+            else:
+                module.forward = self._forward(module)
 
     def _forward(self, module: Any) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
@@ -91,7 +96,9 @@ class Compact:
         """Every layer gets the forward it had."""
         for name, module in self._modules.items():
             held = self._before[name]
-            if held is None:
+            if isinstance(module, CodedLinear):
+                module.trained.receive = None
+            elif held is None:
                 vars(module).pop("forward", None)
             else:
                 module.forward = held
@@ -132,9 +139,12 @@ class _Linear(torch.autograd.Function):
         return (dx, None, db, None, None, None, *(None for _ in kept))
 
 
-def _is_linear(module: Any) -> bool:
-    """`nn.Linear`, and GPT-2's layers, which store outputs as columns."""
-    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+def _weight(module: Any) -> Any:
+    """The weight, as a rule knows it, of `nn.Linear`, of GPT-2's layers, which store outputs as columns, and of a coded
+    layer that trains; None for any other module."""
+    if isinstance(module, CodedLinear):
+        return None if module.trained is None else module.trained.stand_in
+    return module.weight if type(module) is nn.Linear or type(module).__name__ == "Conv1D" else None
 
 
 @contextmanager

@@ -99,9 +99,10 @@ FAMILY: list[Facts] = [
     ),
     _rule(
         "q-galore",
-        "Q-GaLore's optimizer: a 4-bit basis, 8-bit moments, fewer changes of basis while they are alike.",
+        "Q-GaLore: a 4-bit basis, 8-bit moments, fewer changes of basis while they are alike; trains int8 weights.",
         "QGaLore",
-        f"{_AB}a·r of half a byte and 2·b·r of one byte instead of 2·a·b of float32",
+        f"{_AB}a·r of half a byte and 2·b·r of one byte instead of 2·a·b of float32; with model.weights=int8 1.03 "
+        "bytes a weight of the blocks instead of 4",
         Paper(
             "Q-GaLore: Quantized GaLore with INT4 Projection and Layer-Adaptive Low-Rank Gradients", 2024, "2407.08296"
         ),
@@ -113,6 +114,8 @@ FAMILY: list[Facts] = [
             **INT8,
             "compact": COMPACT,
         },
+        attacks=("optimizer", "weights"),
+        trains=("int8",),
     ),
     _rule(
         "online-subspace-descent",

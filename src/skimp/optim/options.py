@@ -10,6 +10,7 @@ from torch import Tensor
 
 from skimp.core.errors import SkimpError
 from skimp.core.read import read
+from skimp.core.sharded import local
 
 
 def lr_of(group: Mapping[str, Any]) -> float:
@@ -71,3 +72,18 @@ def check_range(rule: str, **options: tuple[float, float, float]) -> None:
         if not least <= value <= most:
             limit = f"at least {least:g}" if most == float("inf") else f"from {least:g} to {most:g}"
             raise SkimpError(f"{rule}: {name} {limit}", repr(value))
+
+
+def check_layout(rule: str, name: str, p: Tensor) -> None:
+    """Refuse a parameter that does not lie in row-major order, here or, sharded, its part.
+
+    Raises:
+        SkimpError: with its strides.
+    """
+    if not local(p).is_contiguous():
+        raise SkimpError(
+            f"{rule} on parameter '{name}'",
+            f"shape {tuple(p.shape)} with strides {p.stride()}",
+            "states follow the row-major order, and a hidden copy would cost the parameter's bytes",
+            "make it contiguous before the optimizer: p.data = p.data.contiguous()",
+        )

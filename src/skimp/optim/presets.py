@@ -70,12 +70,14 @@ class GaLore2(Projected):
 
 
 class QGaLore(Projected):
-    """Q-GaLore's optimizer: P in 4 (or 8) bits, 8-bit moments, and a period that doubles while bases stay alike.
+    """Q-GaLore: P in 4 (or 8) bits, 8-bit moments, and a period that doubles while bases stay alike.
 
-    The paper's int8 weights are not part of an update rule; bf16 weights are rounded stochastically here as well.
+    It also trains weights that are kept in int8 codes, by their stand-ins (`core.coded_trained`): the paper's third
+    part. bf16 weights are rounded at random as in every rule of the family.
     """
 
     rule: ClassVar[str] = "q-galore"
+    trains_codes: ClassVar[bool] = True
     adds_up: ClassVar[bool] = True
 
     def __init__(

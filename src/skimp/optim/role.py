@@ -7,10 +7,13 @@ table is an embedding, GPT-2's fused projections are known to store outputs as c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import nn
 
+from skimp.core.coded_linear import CodedLinear
+from skimp.core.coded_trained import stand_ins
 from skimp.core.errors import ModelError
 from skimp.core.structure import Structure, read_structure
 
@@ -40,7 +43,7 @@ class Role:
 
 
 def roles(model: nn.Module, structure: Structure | None = None) -> dict[str, Role]:
-    """The role of every parameter by name, tied ones once.
+    """The role of every parameter by name, tied ones once, and of every weight that trains in codes.
 
     Args:
         structure: read from the model where None. A model skimp cannot read is judged by its modules: an
@@ -51,7 +54,8 @@ def roles(model: nn.Module, structure: Structure | None = None) -> dict[str, Rol
             structure = read_structure(model)
         except ModelError:
             structure = None
-    return {name: _role(model, structure, name, p) for name, p in model.named_parameters()}
+    named = chain(model.named_parameters(), stand_ins(model))
+    return {name: _role(model, structure, name, p) for name, p in named}
 
 
 def _role(model: nn.Module, structure: Structure | None, name: str, p: Any) -> Role:
@@ -64,7 +68,10 @@ def _role(model: nn.Module, structure: Structure | None, name: str, p: Any) -> R
         return Role("embedding")
     if structure is None:
         tables = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
-        return Role("head" if isinstance(module, nn.Linear) and module.out_features in tables else "matrix", columns)
+        return Role(
+            "head" if isinstance(module, (nn.Linear, CodedLinear)) and module.out_features in tables else "matrix",
+            columns,
+        )
     if owner == structure.head:
         return Role("head")
     index = structure.block_of(owner)

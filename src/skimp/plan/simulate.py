@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from skimp.core import attention
 from skimp.core.batch import Batch
 from skimp.core.coded_model import largest_coded, parameter_count
+from skimp.core.coded_trained import stored
 from skimp.core.exact import ExactChoices, Place
 from skimp.core.lean import lean_imports
 from skimp.core.memory.remembered import Remembering
@@ -147,7 +148,8 @@ def simulate(
     held = offloaded.held(run)
     run.close()
     trained = run.delivery.parameters
-    kept = run.adapter.named_state() if run.adapter is not None else run.parameters()
+    written = {id(tensor): (name, tensor) for name, tensor in stored(run.model)}  # tied ones once
+    kept = run.adapter.named_state() if run.adapter is not None else written.values()
     profile = MemoryProfile(
         exact,
         peak,

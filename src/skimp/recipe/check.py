@@ -291,15 +291,23 @@ def _adapter(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _weights(recipe: Recipe) -> Iterator[Problem]:
-    kept = recipe.model.weights
-    if kept is not None and recipe.adapter is None:
-        yield Problem(
-            "model.weights",
-            "an adapter beside it",
-            f"{kept.name} and adapter null",
-            "packed weights are frozen, so nothing would train",
-            ("adapter=lora: small additions train beside them", "model.weights=null: the model itself trains"),
-        )
+    kept, rule = recipe.model.weights, recipe.optimizer.name
+    rules = {name: known.trains for name, known in methods().items() if known.trains}
+    if kept is None or recipe.adapter is not None or kept.name in rules.get(rule, ()):
+        return
+    ways = [f"optimizer={name}: trains the codes themselves" for name, codecs in rules.items() if kept.name in codecs]
+    ways += [f"model.weights={codec}, which {rule} trains" for codec in rules.get(rule, ())]
+    yield Problem(
+        "model.weights",
+        "an adapter beside it, or a rule that trains the codes",
+        f"{kept.name}, adapter null and optimizer {rule}",
+        "a rule that writes weights where they lie cannot move packed ones, so nothing would train",
+        (
+            *ways,
+            "adapter=lora: small additions train beside them",
+            "model.weights=null: the model itself trains",
+        ),
+    )
 
 
 def _layers(recipe: Recipe) -> Iterator[Problem]:

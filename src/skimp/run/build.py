@@ -32,7 +32,7 @@ from skimp.core.exact import ExactChoices
 from skimp.core.gradients import Delivery
 from skimp.core.memory.tracker import Tracker
 from skimp.core.registry import check_together, load
-from skimp.core.structure import TESTED_FAMILIES, Structure, read_structure, trainable
+from skimp.core.structure import TESTED_FAMILIES, Structure, read_structure
 from skimp.kernels.apply import Fused
 from skimp.kernels.native import library
 from skimp.kernels.sparse_apply import SparseAttention
@@ -42,7 +42,7 @@ from skimp.optim.role import roles
 from skimp.run.adapt import adapt, coders, groups_by_rate
 from skimp.run.attend import attended, pattern_of
 from skimp.run.build_checks import asks_compact, check_blocks, check_exact, check_kept, check_path, check_positions
-from skimp.run.coded_base import weight_codec
+from skimp.run.coded_base import trained, weight_codec
 from skimp.run.head import Head
 from skimp.run.layers import check_layers, layer_sampler
 from skimp.run.offloaded import offload, states_away
@@ -297,7 +297,7 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
     if fewer_bits is not None and away is not None:
         fewer_bits.then = away.saved
     name_blocks(model, structure)
-    named = list(trainable(model))
+    named = list(trained(model, recipe))
     away_states = states_away(exact, recipe, simulated)
     optimizer = make_optimizer(recipe, named, model, structure, away_states, adapter)
     weights = {f"{name}.weight" for name in (structure.head, *([structure.embedding] if structure.tied else []))}

@@ -1,7 +1,8 @@
-"""From a recipe's `model.weights:` to a base in a codec, filled tensor by tensor."""
+"""From a recipe's `model.weights:` to linear layers in a codec, filled tensor by tensor: frozen, or trained."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor, nn
 
 from skimp.core.coded_linear import CodedLinear, coded_layers
 from skimp.core.coded_model import take_named
+from skimp.core.coded_trained import stand_ins, train_codes
 from skimp.core.registry import load
+from skimp.core.structure import trainable
 from skimp.core.units import format_bytes
 from skimp.kernels.native.nf4 import load as load_native
 from skimp.run.base import checksum
@@ -17,10 +20,18 @@ from skimp.run.tensor_bytes import Staging
 
 
 def weight_codec(recipe: Any) -> Any | None:
-    """The codec of the frozen base; None where it is kept in the precision."""
+    """The codec of the linear layers below the head; None where it is kept in the precision."""
     load_native()
     asked = recipe.model.weights
     return None if asked is None else load(asked.name, "codec")(**asked.options())
+
+
+def trained(model: nn.Module, recipe: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """What the run trains, by name: parameters, and without an adapter the stand-ins of weights in codes."""
+    if recipe.model.weights is not None and recipe.adapter is None:
+        train_codes(model)
+    yield from trainable(model)
+    yield from stand_ins(model)
 
 
 def take(module: CodedLinear, weight: Tensor, name: str) -> None:
@@ -52,12 +63,13 @@ def stand_in(module: CodedLinear) -> nn.Module:
 
 
 def coded_words(model: nn.Module) -> list[str]:
-    """What of the base is coded, for a person; nothing without."""
+    """What of the model is coded, for a person; nothing without."""
     layers = [module for _, module in coded_layers(model)]
     if not layers:
         return []
     numbers, size = sum(m.weight.numel() for m in layers), sum(m.weight.nbytes for m in layers)
+    what = "base" if layers[0].trained is None else "trained in codes"
     return [
-        f"base: {len(layers)} linear layers in {layers[0].codec.name}, {numbers:,} weights in {format_bytes(size)} "
+        f"{what}: {len(layers)} linear layers in {layers[0].codec.name}, {numbers:,} weights in {format_bytes(size)} "
         f"({8 * size / numbers:.3f} bits each)"
     ]

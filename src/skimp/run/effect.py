@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from skimp.core.coded_model import assert_coded
+from skimp.core.coded_trained import codes_of
 from skimp.core.errors import EffectError
 from skimp.core.gradients import on_gradient
 from skimp.core.read import read
@@ -112,7 +113,9 @@ class Effect:
         # Of a weight that moves in a few rows the sample may have missed all: the rule's own check looks at these.
         moves_all = getattr(run.optimizer, "moves_all", lambda p: True)
         whole = [n for n, p in named.items() if p.requires_grad and moves_all(p)]
-        visible = [n for n in whole if named[n].dtype == torch.float32 and lr > 2e-7]
+        coded = [n for n in whole if codes_of(named[n]) is not None]
+        _codes_moved(run, coded, self._before, after, lr)
+        visible = [n for n in whole if named[n].dtype == torch.float32 and lr > 2e-7 and n not in coded]
         still = [n for n in visible if not _differ(self._before[n], after[n])]
         if visible and len(still) > len(visible) // 2:
             raise EffectError(
@@ -122,6 +125,7 @@ class Effect:
                 "check that the model's parameters require gradients",
             )
         halves = [n for n, p in run.delivery.parameters.items() if p.dtype == torch.bfloat16 and p.requires_grad]
+        halves = [n for n in halves if n not in coded]
         expected = sum(_expected_moves(self._before[n], lr) for n in halves)
         # A tenth: gradients that are zero (tokens not in the batch) or below Adam's eps move nothing.
         if expected > 10 * SURELY and not any(_differ(self._before[n], after[n]) for n in halves):
@@ -199,6 +203,24 @@ def _states(run: Run) -> None:
             )
 
 
+def _codes_moved(run: Run, names: list[str], before: dict[str, Tensor], after: dict[str, Tensor], lr: float) -> None:
+    """Codes are drawn at random: a move of lr steps one on with probability lr / step."""
+    expected = 0.0
+    for name in names:
+        parameter = run.delivery.parameters[name]
+        module = codes_of(parameter)
+        assert module is not None
+        rate = lr * float(run.optimizer.group_of(parameter).get("scale", 1.0))
+        step = read(module.parts()["scale"].amax(), expect=1.0)
+        expected += len(before[name]) * min(1.0, rate / step) if step > 0 else 0.0
+    if expected > 10 * SURELY and not any(_differ(before[n], after[n]) for n in names):
+        raise EffectError(
+            f"optimizer '{run.recipe.optimizer.name}' moves weights kept in codes",
+            f"none of {len(names)} matrices moved; about {expected:.0f} codes should have",
+            "moves smaller than a step between levels are lost unless they are rounded at random",
+        )
+
+
 def _expected_moves(before: Tensor, lr: float) -> float:
     """Numbers of a bfloat16 sample that a step of `lr` moves on average when rounded at random.
 
@@ -210,9 +232,11 @@ def _expected_moves(before: Tensor, lr: float) -> float:
 
 def _sample(parameter: Tensor) -> Tensor:
     """Numbers of all columns in turn: a rule that moves some columns only would else go unseen."""
-    flat = parameter.detach().reshape(-1)
+    module = codes_of(parameter)
+    held = parameter.detach() if module is None else module.parts()["codes"]
+    flat = held.reshape(-1)
     step = max(1, flat.numel() // SAMPLE)
-    while step > 1 and gcd(step, parameter.shape[-1]) > 1:
+    while step > 1 and gcd(step, held.shape[-1]) > 1:
         step -= 1
     return flat[::step][:SAMPLE].clone()
 

@@ -26,6 +26,7 @@ from skimp.run.build import DTYPES
 from skimp.run.checkpoint_folder import STATE, best_checkpoint, complete_steps, latest, step_name
 from skimp.run.checkpoint_read import Checkpoint
 from skimp.run.coded_base import weight_codec
+from skimp.run.coded_tensors import CodedTensors
 from skimp.run.folder import RUN
 from skimp.run.safetensors_stream import SafetensorsReader
 from skimp.run.skeleton import skeleton
@@ -150,7 +151,8 @@ def _from_checkpoint(asked: str, path: Path, run: Path, kind: str) -> Found:
                 "a checkpoint holds weights; config and tokenizer are those of the model it was trained from",
                 [f"put model '{recipe.model.name}' back where it was", *error.instead],
             ) from error
-        stored: Stored = CheckpointTensors(saved) if recipe.adapter is None else _on_base(source, recipe, saved)
+        read = _trained_alone if recipe.adapter is None else _on_base
+        stored = read(source, recipe, saved)
         what = f"step {saved.step} of the run in {run}"
         return Found(
             asked,
@@ -168,6 +170,15 @@ def _from_checkpoint(asked: str, path: Path, run: Path, kind: str) -> Found:
     except BaseException:
         saved.close()
         raise
+
+
+def _trained_alone(source: Any, recipe: Any, saved: Checkpoint) -> Stored:
+    """The model of a checkpoint that trained all of it; weights that trained in codes as training saw them."""
+    codec = weight_codec(recipe)
+    if codec is None:
+        return CheckpointTensors(saved)
+    dtype = DTYPES[recipe.precision]
+    return CodedTensors(saved, skeleton(source.config, dtype), codec, dtype)
 
 
 def _on_base(source: Any, recipe: Any, saved: Checkpoint) -> Stored:

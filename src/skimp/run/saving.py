@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from skimp.core import rng
+from skimp.core.coded_trained import stored
 from skimp.core.errors import CheckpointError, DamagedCheckpoint
 from skimp.optim.state import state_key
 from skimp.run import checkpoint, checkpoint_read
@@ -97,7 +98,7 @@ def weight_groups(run: Run) -> dict[str, list[tuple[str, Tensor | Later]]]:
     """What a checkpoint holds of the weights: with an adapter what it trains; the base comes from its own source."""
     if run.adapter is not None:
         return {"adapter": list(run.adapter.named_state())}
-    return {"model": list(run.model.named_parameters(remove_duplicate=False))}
+    return {"model": list(stored(run.model))}
 
 
 class _Lazily(Mapping[str, Any]):
@@ -216,7 +217,7 @@ def weights_from(saved: Checkpoint) -> Callable[[nn.Module], None]:
 
     @torch.no_grad()
     def fill(model: nn.Module) -> None:
-        saved.read_all("model", model.named_parameters(remove_duplicate=False))
+        saved.read_all("model", stored(model))
 
     return fill
 

@@ -210,9 +210,11 @@ def train(
         stack.callback(run.close)
         if plan.places.on_cpu and plan.exact.malloc == "pool":
             pool.set_limit(plan.places.pool_limit(plan.profile.working_bytes, resting_below(run, pool.SMALLEST)))
+        for line in coded_words(run.model):
+            voice.say(line)
         if run.adapter is not None and base is not None:
             check_continued(recipe, base.value)
-            for line in (*coded_words(run.model), *table_lines(run.adapter.table(), run.structure.blocks)):
+            for line in table_lines(run.adapter.table(), run.structure.blocks):
                 voice.say(line)
         show_rules(run, folder, voice)
         revision = source.revision

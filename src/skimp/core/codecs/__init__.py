@@ -23,6 +23,8 @@ _A_FACTOR = Conflict(
     "levels",
     "sst on dense weights, or adapter=lora on the coded base",
 )
+_ADAPTER = "an adapter: packed weights do not train"
+_MOVED = "an adapter, or optimizer=q-galore, which trains the codes: no other rule moves packed weights"
 _BESIDE = {"adamw-bf16": _FLOAT32_BESIDE, "lisa": _FROZEN, "owlore": _FROZEN, "badam": _FROZEN}
 
 FACTS: list[Facts] = [
@@ -76,7 +78,7 @@ FACTS: list[Facts] = [
         saves="4.127 bits per weight instead of 32 (4.5 without double quantisation)",
         paper=Paper("QLoRA: Efficient Finetuning of Quantized LLMs", 2023, "2305.14314"),
         stages=("fine-tuning",),
-        needs=("an adapter: packed weights do not train",),
+        needs=(_ADAPTER,),
         recipe="model: {name: …, weights: nf4}",
         conflicts={**_BESIDE, "int8": _ONE_CODEC, "int4": _ONE_CODEC},
         options={
@@ -88,13 +90,13 @@ FACTS: list[Facts] = [
         Facts(
             name=f"int{bits}",
             kind="codec",
-            summary=f"Store frozen weights as {bits}-bit integers with a scale for every {group} of a row.",
+            summary=f"Store weights as {bits}-bit integers with a scale for every {group} of a row{more}.",
             where=f"skimp.core.codecs.integers:Int{bits}",
             attacks=("weights",),
             exact=False,
             saves=f"{bits + 32 / group:g} bits per weight instead of 32 ({bits + 64 / group:g} with zero points)",
-            stages=("fine-tuning",),
-            needs=("an adapter: packed weights do not train",),
+            stages=("pre-training", "fine-tuning") if bits == 8 else ("fine-tuning",),
+            needs=(_MOVED if bits == 8 else _ADAPTER,),
             recipe=f"model: {{name: …, weights: int{bits}}}",
             conflicts={**_BESIDE, **({"int4": _ONE_CODEC} if bits == 8 else {})},
             options={
@@ -102,7 +104,7 @@ FACTS: list[Facts] = [
                 "symmetric": Option(True, "Codes around 0; false adds a zero point to every group."),
             },
         )
-        for bits, group in ((8, 128), (4, 64))
+        for bits, group, more in ((8, 128, "; frozen, or trained by q-galore"), (4, 64, "; frozen"))
     ),
     Facts(
         name="sketch",
@@ -114,7 +116,7 @@ FACTS: list[Facts] = [
         saves="4 + 256 groups / inputs bits per weight instead of 32 (2 + 64 groups / inputs with 2 bits)",
         paper=Paper("Sketch to Adapt: Fine-Tunable Sketches for Efficient LLM Adaptation", 2025, "2410.06364"),
         stages=("fine-tuning",),
-        needs=("an adapter: packed weights do not train",),
+        needs=(_ADAPTER,),
         recipe="model: {name: …, weights: sketch}",
         conflicts={**_BESIDE, "sst": _A_FACTOR, "nf4": _ONE_CODEC, "int8": _ONE_CODEC, "int4": _ONE_CODEC},
         options={

@@ -99,8 +99,7 @@ class Integers:
             codes = (values / steps.unsqueeze(2)).round_().add_(zero.unsqueeze(2)).clamp_(0, most)
             parts["zero"].copy_(zero)
         parts["scale"].copy_(scale)
-        flat = codes.view(rows, -1).nan_to_num_(0.0).to(torch.uint8)
-        parts["codes"].copy_(flat if self.bits == 8 else flat[:, 0::2].bitwise_left_shift(4) | flat[:, 1::2])
+        parts["codes"].copy_(packed(codes.view(rows, -1), self.bits))
 
     def decode(self, parts: Mapping[str, Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if tuple(parts["codes"].shape) != self.spec(shape)["codes"][0]:
@@ -146,3 +145,9 @@ class Int4(Integers):
     bits: ClassVar[int] = 4
     name: ClassVar[str] = "int4"
     group: int = 64
+
+
+def packed(codes: Tensor, bits: int) -> Tensor:
+    """(rows, n) whole numbers from 0 as bytes, two of 4 bits in one; a NaN is 0. `codes` is overwritten."""
+    flat = codes.nan_to_num_(0.0).to(torch.uint8)
+    return flat if bits == 8 else flat[:, 0::2].bitwise_left_shift(4) | flat[:, 1::2]
