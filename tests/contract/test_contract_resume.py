@@ -39,6 +39,9 @@ FAST = [
     ("qst", "llama-tied"),
     ("s2a-derivative", "gpt2"),
     ("galore8bit-compact-adds-up", "llama-tied"),
+    ("int8-q-galore-compact-adds-up", "llama-tied"),
+    ("int8-q-galore-in-backward", "gpt2"),
+    ("bf16-int8-q-galore", "llama-tied"),
     ("momentum-reset", "llama-tied"),
     ("refactor", "llama-tied"),
 ]

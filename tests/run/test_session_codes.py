@@ -150,7 +150,7 @@ def test_a_living_run_is_rebuilt_and_goes_back(recipe: dict[str, Any]) -> None:
     def made(exact: ExactChoices) -> Any:
         return build(asked, exact, source.config, fill=lambda model: load_weights(model, source.weights))
 
-    one, two = made(ExactChoices(4)), made(ExactChoices(4, (0,), 64, True))
+    one, two = made(ExactChoices(4, (), 64)), made(ExactChoices(4, (0,), 64, True))
     batches = [synthetic_batch(32, 4, 320, None, seed) for seed in range(4)]
     for run in (one, two):
         for batch in batches[:2]:

@@ -68,10 +68,10 @@ def _grid_(codec: Integers, values: Tensor, parts: Mapping[str, Tensor], here: s
     low, high = low.clamp_max_(0.0), high.clamp_min_(0.0)
     span = high - low
     stays = (low >= scale * -zero) & (high <= scale * (most - zero)) & (span >= scale * (most * LEAST))
-    # A zero point is a whole number: one level less, and half the room below, keep both ends on the grid.
+    # A zero point is a whole number, upwards: with a level less, and half the room below, both ends are on the grid.
     new = _short(span * ((1.0 + ROOM) / (most - 1)))
     steps = torch.where(new == 0, torch.ones_like(new), new)
-    zero.copy_(torch.where(stays, zero, ((span * (ROOM / 2) - low) / steps).round_()))
+    zero.copy_(torch.where(stays, zero, ((span * (ROOM / 2) - low) / steps).ceil_()))
     scale.copy_(torch.where(stays, scale, new))
 
 
