@@ -128,8 +128,7 @@ QLORA = ("model.weights=nf4", "adapter=lora")
 LOFTQ = ("model.weights=nf4", "adapter={name: loftq, r: 4}")
 #: A draw within the steps of a resume, and the end of a round.
 SST = ("adapter={name: sst, r: 8, every: 2, warmup: 1, draws: 2}",)
-#: Compact states below the rank of the additions, and a change of basis within the steps of a test. B begins from W: of
-#: a B of 0 the first gradient of A is 0 and gives no basis, where a simulation takes the costlier branch.
+#: Compact states below the rank of the additions, and a change of basis within the steps of a test.
 GRADNORMLORP = (
     "adapter={name: gradnormlorp, r: 6, alpha: 12, init: olora}",
     "optimizer={name: galore, rank: 3, refresh: 2}",
@@ -239,6 +238,12 @@ TECHNIQUES: dict[str, Technique] = {
         {"in_backward": True}, ("adapter={name: relora, r: 4, every: 2, warmup: 1}",), base="relora"
     ),
     "gradnormlorp": Technique(overrides=GRADNORMLORP),
+    #: B begins at 0, so that A's first gradient is 0 and its first basis that of the second step.
+    "gradnormlorp-galore": Technique(overrides=("adapter={name: gradnormlorp, r: 6, alpha: 12}", "optimizer=galore")),
+    "lora-galore": Technique(overrides=("adapter=lora", "optimizer=galore")),
+    "lora-galore-in-backward": Technique(
+        {"in_backward": True}, ("adapter=lora", "optimizer=galore"), base="lora-galore"
+    ),
     "gradnormlorp-recompute": Technique({"recompute": (0, 1, 2)}, GRADNORMLORP, base="gradnormlorp"),
     "sketch-lora": Technique(overrides=("model.weights={name: sketch, groups: 2}", "adapter=lora")),
     "lora-full": Technique(overrides=("adapter={embeddings: true, head: true}",)),

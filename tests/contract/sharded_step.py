@@ -20,6 +20,8 @@ from torch import Tensor, nn
 STEPS, ROWS, SEQ, VOCAB, WIDTH = 3, 4, 16, 131, 40
 RULES = {"adamw": torch.float32, "adamw-bf16": torch.bfloat16, "adamw8bit": torch.float32, "adamw8bit-bf16": None}
 RULES |= {"lion": torch.float32, "lion-bf16": torch.bfloat16, "adamw4bit": torch.float32, "spam": torch.float32}
+#: Blocks are rows, which sharding never cuts; norm gains have a moment a number here, as a whole one does not shard.
+RULES |= {"adam-mini": torch.float32, "adam-mini-bf16": torch.bfloat16}
 
 
 class Odd(nn.Module):
@@ -42,12 +44,14 @@ class Odd(nn.Module):
 
 def make(rule: str, shard: Callable[[nn.Module], None]) -> tuple[nn.Module, Any]:
     from skimp.core.registry import load
-    from skimp.optim import decay_groups
+    from skimp.optim import decay_groups, role_groups, roles
 
     net = Odd().to(RULES[rule] or torch.bfloat16)
     shard(net)
     make_rule = load(rule if rule == "adamw-bf16" else rule.removesuffix("-bf16"), "update rule")
     options = {"every": 3, "warmup": 1, "after": 1} if rule == "spam" else {}
+    if rule.startswith("adam-mini"):
+        return net, make_rule(role_groups(net.named_parameters(), 0.1, roles(net)), lr=1e-2, vectors="element")
     return net, make_rule(decay_groups(net.named_parameters(), 0.1), lr=1e-2, **options)
 
 

@@ -218,6 +218,11 @@ class Handle(ABC):
         """Names of trained parameters that need not move in the first step; `assert_effect` looks at them."""
         return frozenset()
 
+    def still(self) -> frozenset[str]:
+        """Names of trained parameters whose first gradient is exactly 0, whatever the data: a step that needs a
+        gradient's direction, as a projection does, waits for their second."""
+        return frozenset()
+
     @abstractmethod
     def assert_effect(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
         """Did it act in the first step?

@@ -247,6 +247,10 @@ class LoRA(Handle):
         """A's gradient holds B, which may begin at 0."""
         return frozenset(name for layer in self.layers.values() for name, _ in layer.trained())
 
+    def still(self) -> frozenset[str]:
+        """A wherever B begins at 0: its gradient is a product with B."""
+        return frozenset() if self.spec.init in FROM_BASE else frozenset(f"{name}.{A}" for name in self.layers)
+
     def assert_effect(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
         """Every addition moved in the first step: B, whose gradient is not 0 there, or A; A as well where both began
         from W, and the norms where rows have some.

@@ -29,7 +29,28 @@ class Adding(Chosen):
         #: names of the weights whose gradients are to arrive as factors (`skimp.optim.compact`), and of those that did.
         self.compact: frozenset[str] = frozenset()
         self.factored: set[str] = set()
+        #: names of parameters whose first gradient is known to be 0, before they have seen one.
+        self.still: frozenset[str] = frozenset()
         super().__init__(params, defaults)
+
+    def _waits(self, place: Place) -> bool:
+        """Whether a first basis waits for the second gradient: once, whatever becomes of the state's own count of
+        steps. Known before and not read, so that a simulation does as a run does."""
+        waits = place.name in self.still
+        self.still -= {place.name}
+        return waits
+
+    @torch.no_grad()
+    def load_named_state(self, saved: Any, only: Any = None) -> None:
+        """As every rule's; what was saved has begun."""
+        super().load_named_state(saved, only)
+        self.still = frozenset()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As every rule's; what was saved has begun."""
+        super().load_state_dict(state_dict)
+        self.still = frozenset()
 
     # ---- what the rule gives
 

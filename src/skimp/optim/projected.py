@@ -8,7 +8,8 @@ are one matrix. The shorter side is projected.
 
 A basis is made at the parameter's first step and then every `refresh` steps, each parameter at another step of the
 period so that no step pays for all. There a gradient of zeros keeps the old basis; one that is not finite stops the
-step before anything of this parameter has changed. Between changes nothing is read, so none is refused.
+step before anything of this parameter has changed. Between changes nothing is read, so none is refused. Where the first
+gradient is known to be 0 (`still`: A of a LoRA whose B begins at 0) the first basis is that of the second.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class Projected(Adding):
     def _due(self, state: dict[str, Any], place: Place) -> bool:
         period = int(state["gap"] if self.stages.lazy and state["gap"] else place.group["refresh"])
         if not state["refreshed"]:
-            return True
+            return not self._waits(place)
         shift = int(self._shift_of(place.name) * period) if place.group["stagger"] else 0
         # Shifts lie within half a period on either side, so the second basis is never just after the first.
         return (place.step - 1 - shift) % period == 0 and place.step - int(state["refreshed"]) > period // 2

@@ -391,6 +391,7 @@ def make_optimizer(
     decay = recipe.train.weight_decay
     groups = role_groups(named, decay, roles(model, structure)) if rule.by_role else decay_groups(named, decay)
     optimizer = rule(groups if adapter is None else groups_by_rate(groups, adapter, recipe.train.lr), **options)
+    optimizer.still = adapter.still() if adapter is not None and recipe.adapter.source is None else frozenset()
     if away is not None:
         optimizer.keep_states(away)
     if recipe.train.layers is None:  # else the sampler makes those of the blocks that train
