@@ -103,6 +103,30 @@ def test_mutation_an_adapted_layer_that_runs_plain() -> None:
         first_step("lora", disable=plain)
 
 
+@pytest.mark.parametrize("technique", ["lora-galore", "gradnormlorp-galore", "gradnormlorp", "lora-bf16"])
+def test_what_an_adapter_says_is_still_has_a_first_gradient_of_zeros(technique: str) -> None:
+    """And nothing else has, so that no first basis waits longer than it must; the second gradient is none."""
+    run = make_run(technique, "llama")
+    assert run.adapter is not None
+    rule, update = run.optimizer, run.optimizer.step_parameter
+    seen: list[set[str]] = []
+
+    def watched(p: torch.nn.Parameter, grad: torch.Tensor) -> None:
+        if not grad.any():
+            seen[-1].add(rule.name_of(p))
+        update(p, grad)
+
+    rule.step_parameter = watched
+    for step in range(2):
+        seen.append(set())
+        run.step(batch_of(technique, seed=step))
+    assert seen == [set(run.adapter.still()), set()]
+    assert (technique == "gradnormlorp") == (not run.adapter.still())  # there B begins from W
+    if "galore" in technique or "lorp" in technique:
+        assert all(state["refreshed"] == (2 if rule.name_of(p) in seen[0] else 1) for p, state in rule.state.items()
+                   if "refreshed" in state)  # fmt: skip
+
+
 def test_mutation_vectors_that_are_not_brought_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SST, "after_step", lambda self: None)
     with pytest.raises(EffectError, match="not of length 1"):

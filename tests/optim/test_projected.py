@@ -467,3 +467,34 @@ def test_what_is_added_up_is_small_and_can_be_dropped() -> None:
     with pytest.raises(NonFiniteError, match="'wide'"):
         other.add_gradient(next(iter(other.parameters())), bad)
     assert next(iter(other.state.values()))["step"] == 0
+
+
+def test_a_first_basis_that_waits_for_the_second_gradient() -> None:
+    """Once: also where the moments, and the steps with them, begin anew before it; and not after a load."""
+    first, second = torch.zeros(12, 40), torch.randn(12, 40, generator=torch.Generator().manual_seed(1))
+
+    def made() -> tuple[torch.nn.Parameter, Any]:
+        p = torch.nn.Parameter(torch.ones(12, 40))
+        rule = presets.GaLore([("w", p)], lr=1e-2, rank=3)
+        rule.still = frozenset({"w"})
+        return p, rule
+
+    p, rule = made()
+    rule.step_parameter(p, first)
+    assert (rule.state[p]["refreshed"], rule.state[p]["step"]) == (0, 1)
+    assert torch.equal(p.detach(), torch.ones(12, 40))
+    saved = {key: torch.clone(v) if isinstance(v, Tensor) else v for key, v in rule.state[p].items()}
+    rule.step_parameter(p, second)
+    assert rule.state[p]["refreshed"] == 2
+
+    p, rule = made()
+    rule.step_parameter(p, first)
+    rule.reset_moments()
+    rule.step_parameter(p, second)
+    assert (rule.state[p]["refreshed"], rule.state[p]["step"]) == (1, 1)
+
+    p, rule = made()
+    rule.load_named_state({f"w.{key}": value for key, value in saved.items()})
+    rule.reset_moments()
+    rule.step_parameter(p, second)
+    assert rule.state[p]["refreshed"] == 1

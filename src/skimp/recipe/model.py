@@ -37,8 +37,8 @@ class Model(Section):
     seed: Whole = Field(default=0, ge=0, description="Seed of randomly drawn weights.")
     weights: Weights | None = Field(
         default=None,
-        description="Keep the frozen linear layers below the head in this codec (nf4, int8, int4, sketch); needs an "
-        "adapter. null keeps them in the precision.",
+        description="Keep the linear layers below the head in this codec (nf4, int8, int4, sketch): frozen under an "
+        "adapter, or int8 trained by optimizer=q-galore. null keeps them in the precision.",
     )
 
     @model_validator(mode="before")
