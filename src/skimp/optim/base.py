@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from skimp.core.away import Away
-from skimp.core.coded_trained import codes_of
 from skimp.core.errors import SkimpError
 from skimp.core.sharded import Part, alike, beside, is_sharded, largest_part, local, part_of, zeros_beside
 from skimp.optim import elsewhere
-from skimp.optim.codes import refuse_codes
+from skimp.optim.codes import check_written
 from skimp.optim.effect import assert_effect
-from skimp.optim.options import check_layout, lr_of
+from skimp.optim.options import lr_of
 from skimp.optim.state import Spec, check_saved, entry, state_key, state_nbytes
 
 
@@ -93,10 +92,7 @@ class UpdateRule(torch.optim.Optimizer):
 
     def check_parameter(self, name: str, p: Tensor) -> None:
         """Refuse, when the optimizer is made, a parameter this rule cannot update."""
-        if not self.trains_codes:
-            refuse_codes(self.rule, name, p)
-        if codes_of(p) is None:
-            check_layout(self.rule, name, p)
+        check_written(self, name, p)
 
     def numbers_of(self, p: Tensor) -> tuple[str, ...]:
         """Keys of the state that are Python numbers, 0 at first; `step` is always one."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from skimp.core.coded_trained import codes_of, decoded, put
 from skimp.core.errors import SkimpError
+from skimp.optim.options import check_layout
 
 if TYPE_CHECKING:
     from skimp.optim.base import UpdateRule
@@ -34,16 +35,19 @@ def numbers(rule: UpdateRule, p: Tensor, state: Mapping[str, Any]) -> Iterator[T
     put(module, w.to(p.device), seed, rule.name_of(p), step)
 
 
-def refuse_codes(rule: str, name: str, p: Tensor) -> None:
-    """Refuse a stand-in, for a rule that writes weights where they lie.
+def check_written(rule: UpdateRule, name: str, p: Tensor) -> None:
+    """Refuse a parameter that the rule cannot write: a stand-in, where it moves weights as they lie, or one that does not
+    lie in row-major order.
 
     Raises:
-        SkimpError: the nearest rule that trains codes.
+        SkimpError: with the nearest rule that trains codes, or the strides.
     """
     module = codes_of(p)
-    if module is not None:
+    if module is None:
+        check_layout(rule.rule, name, p)
+    elif not rule.trains_codes:
         raise SkimpError(
-            f"{rule} on '{name}' in codec '{module.codec.name}'",
+            f"{rule.rule} on '{name}' in codec '{module.codec.name}'",
             "codes that a rule must decode and round back at random",
             "written in place of them, every move smaller than a step between levels would be lost",
             "q-galore, which trains int8 weights",
