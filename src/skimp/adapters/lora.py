@@ -249,7 +249,7 @@ class LoRA(Handle):
 
     def still(self) -> frozenset[str]:
         """A wherever B begins at 0: its gradient is a product with B."""
-        return frozenset() if self.spec.init in FROM_BASE else frozenset(f"{name}.{A}" for name in self.layers)
+        return frozenset() if self.spec.keeps_start else frozenset(f"{name}.{A}" for name in self.layers)
 
     def assert_effect(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
         """Every addition moved in the first step: B, whose gradient is not 0 there, or A; A as well where both began

@@ -36,8 +36,8 @@ def numbers(rule: UpdateRule, p: Tensor, state: Mapping[str, Any]) -> Iterator[T
 
 
 def check_written(rule: UpdateRule, name: str, p: Tensor) -> None:
-    """Refuse a parameter that the rule cannot write: a stand-in, where it moves weights as they lie, or one that does not
-    lie in row-major order.
+    """Refuse a parameter that the rule cannot write: a stand-in, where it moves weights as they lie, or one that does
+    not lie in row-major order.
 
     Raises:
         SkimpError: with the nearest rule that trains codes, or the strides.
