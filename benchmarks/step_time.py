@@ -1,11 +1,14 @@
 """Predicted against measured seconds of a step, over points of the memory-time frontier of one model.
 
-    python benchmarks/step_time.py            # about two minutes; leave the machine alone meanwhile
-    python benchmarks/step_time.py --blocks 6 --seq 128 --steps 1
+    python benchmarks/step_time.py            # a few minutes; leave the machine alone meanwhile
+    python benchmarks/step_time.py --blocks 2 --seq 64 --steps 1 --points 2
 
-One process builds the model once and goes from point to point by `Run.rebuild`; each point takes one step to warm up
-and `--steps` that count (the fastest of them: what else ran on the machine only adds). Predictions are made before,
-from the probe's rates alone. Exit code 1 when the median error is above 25 % or the rank correlation below 0.9.
+The points are those of the search's own frontier and of every micro-batch beside it (a frontier alone has few seconds
+between its ends), chosen to lie evenly between the fastest and the slowest prediction: none is a tie by prediction, and
+all of them count in the rank correlation. One process builds the model once and goes from point to point by
+`Run.rebuild`; each point takes one step to warm up and `--steps` that count (the fastest of them: what else ran on the
+machine only adds). Predictions are made before, from the probe's rates alone. Exit code 1 when the median error is
+above 25 % or the rank correlation below 0.9.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import measure
@@ -22,21 +25,25 @@ from skimp.core.lean import stay_lean
 from skimp.core.memory.process import set_malloc_policy
 
 ROWS = 4
+#: Points that are predicted nearer to each other than such a part of an even step would be ties, and are left out.
+APART = 0.5
 
 
-def points(blocks: int, tokens: int) -> list[ExactChoices]:
-    """Micro-batches x recomputed blocks, and one of each other kind."""
-    some = [0, blocks // 2, blocks]
-    found = [ExactChoices(m, tuple(range(n))) for m in (1, 2, ROWS) for n in some]
-    everything = tuple(range(blocks))
-    return [
-        *found,
-        ExactChoices(ROWS, everything, keep="attention"),
-        ExactChoices(ROWS, everything, in_backward=True),
-        ExactChoices(ROWS, in_backward=True),
-        ExactChoices(1, loss_chunk=64),
-        ExactChoices(ROWS, loss_chunk=tokens),
-    ]
+def spread(points: list[Any], count: int) -> list[Any]:
+    """At most `count` of the points, from the fastest to the slowest in even steps of predicted `seconds`.
+
+    Of each step the nearest point, unless it lies nearer than half a step to the one before: order among ties is luck,
+    and says nothing of a prediction.
+    """
+    ordered = sorted(points, key=lambda p: p.seconds)
+    low, high = ordered[0].seconds, ordered[-1].seconds
+    step = (high - low) / max(1, count - 1)
+    found = [ordered[0]]
+    for n in range(1, count):
+        nearest = min(ordered, key=lambda p: abs(p.seconds - low - n * step))
+        if nearest.seconds - found[-1].seconds >= APART * step > 0:
+            found.append(nearest)
+    return found
 
 
 def ranks(values: list[float]) -> list[float]:
@@ -59,6 +66,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=6, help="blocks of the model that are kept")
     parser.add_argument("--seq", type=int, default=512, help="tokens of a row; a step is four rows")
     parser.add_argument("--steps", type=int, default=2, help="steps of each point that count")
+    parser.add_argument("--points", type=int, default=10, help="points of the frontier, at most")
     parser.add_argument("--optimizer", default="adamw", help="update rule")
     parser.add_argument("--shared", action="store_true", help="processor seconds of one thread: for a machine in use")
     parser.add_argument("--json", help="write the figures here as well")
@@ -67,9 +75,13 @@ def main() -> None:
     set_malloc_policy()
     import torch
 
+    from skimp.core.memory.process import Policy
     from skimp.core.structure import layers_of
     from skimp.data.synthetic import synthetic_batch
     from skimp.kernels.native import pool
+    from skimp.plan.frontier import Point, frontier
+    from skimp.plan.mixed import MixedSearch
+    from skimp.plan.places import Places
     from skimp.plan.probe import probe
     from skimp.plan.simulate import simulate
     from skimp.recipe import load_recipe, resolve_model
@@ -83,21 +95,30 @@ def main() -> None:
     })  # fmt: skip
     config = dict(resolve_model(recipe.model).config)
     config[layers_of(config)] = args.blocks
-    lattice = points(args.blocks, ROWS * args.seq)
     clock = time.process_time if args.shared else time.perf_counter
     if args.shared:
         torch.set_num_threads(1)
     rates = probe(recipe, config, clock)
+    policy: Policy = "pool" if pool.available() else "return"
+    here = Places("cpu", 10**12, 10**12, 10**12, 0, ())
+    search = MixedSearch(
+        recipe, config, args.blocks, {policy: (10**12, 0.0 if policy == "pool" else 1.0)}, rates, "cpu"
+    )
+    offered = list(frontier(search, here))
+    for micro in search.lattice.sizes():
+        for again in ((), tuple(range(args.blocks))):
+            profile = search.full(ExactChoices(micro, again, malloc=policy), short=True)
+            offered.append(Point(profile.exact, profile.peak_bytes, profile.seconds))
+    lattice = [point.exact for point in spread(offered, args.points)]
     one = (0, args.seq)
     planned = [simulate(recipe, exact, config, rates=rates, steps=1, documents=one) for exact in lattice]
     if pool.available():
         pool.install(max(p.peak_bytes for p in planned) + (32 << 20))
-    policy = "pool" if pool.available() else "return"
     run = build(recipe, lattice[0], config, fill=lambda model: init_scratch(model, 0))
     batch = synthetic_batch(args.seq, ROWS, config["vocab_size"], None)
     rows: list[dict[str, Any]] = []
     for exact, profile in zip(lattice, planned, strict=True):
-        run.rebuild(replace(exact, malloc=policy))
+        run.rebuild(exact)
         spent = []
         for _ in range(args.steps + 1):
             start = clock()
@@ -121,6 +142,11 @@ def main() -> None:
     print(f"{measure.machine()}\n{rates}\n")
     print(measure.table(head, lines))
     errors = [abs(r["predicted"] / r["measured"] - 1) for r in rows]
+    seconds = sorted(r["predicted"] for r in rows)
+    print(
+        f"\n{len(rows)} of {len(offered)} points, predicted {seconds[0]:.2f} to {seconds[-1]:.2f} s, the nearest two "
+        f"{min((b / a - 1 for a, b in pairwise(seconds)), default=0.0):.1%} apart; all are in the rank correlation"
+    )
     rank = correlation([r["predicted"] for r in rows], [r["measured"] for r in rows])
     claims = [("median error", measure.middle(errors), "<=", 0.25), ("rank correlation", rank, ">=", 0.9)]
     said, good = measure.verdicts(claims)

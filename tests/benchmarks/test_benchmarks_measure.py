@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,3 +184,14 @@ def test_a_few_kills_for_real(tmp_path: Path) -> None:
     child = measure.watch([*script, "--work", str(tmp_path / "work")], tmp_path / "log.txt")
     assert child.code == 0, child.out[-3000:]
     assert "bit-equal after every death" in child.out
+
+
+def test_points_are_spread_evenly_in_seconds_and_none_is_a_tie() -> None:
+    import step_time
+
+    of = [SimpleNamespace(seconds=s) for s in (1.0, 1.001, 1.01, 1.3, 1.31, 1.5, 1.52, 1.99, 2.0)]
+    assert [p.seconds for p in step_time.spread(of, 5)] == [1.0, 1.3, 1.5, 2.0]
+    assert [p.seconds for p in step_time.spread(of, 2)] == [1.0, 2.0]
+    assert len(step_time.spread(of[:1], 5)) == 1
+    assert step_time.correlation([1.0, 2.0, 3.0], [5.0, 6.0, 9.0]) == 1.0
+    assert step_time.correlation([1.0, 2.0, 3.0], [9.0, 6.0, 5.0]) == -1.0
