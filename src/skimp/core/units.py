@@ -32,9 +32,10 @@ def parse_bytes(text: str | int | float, key: str = "size") -> int:
     if isinstance(text, (int, float)):
         number, unit = float(text), "B"
     else:
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][0-9]+)?)\s*([A-Za-z]*)\s*", text)
+        match = re.fullmatch(r"\s*([-+]?[0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s*", text)
         if not match or (match.group(2) or "B").upper() not in UNITS:
-            raise SkimpError(f"{key}: a size in bytes", f"{text!r}", instead="write it as 2GB, 1.5GiB or 512MB")
+            why = f"'{match.group(2)}' is none of {', '.join(UNITS)}" if match else "a size is a number and a unit"
+            raise SkimpError(f"{key}: a size in bytes", f"{text!r}", why, "write it as 2GB, 1.5GiB or 512MB")
         number, unit = float(match.group(1)), (match.group(2) or "B").upper()
     if not abs(number * UNITS[unit]) <= MOST:  # nor for one that is no number
         raise SkimpError(f"{key}: a size there is", f"{text!r}", instead="write it as 2GB, 1.5GiB or 512MB")
