@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from skimp.api import refuse_unless_fits
+from skimp.core import disk
 from skimp.core.errors import DoesNotFit, RecipeError
 from skimp.core.exact import ExactChoices
 from skimp.plan import transfers
@@ -197,3 +199,15 @@ def test_a_folder_that_cannot_be_tried_is_assumed_slow(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("not a folder", encoding="utf-8")
     assert transfers.way("disk", str(file)).out == transfers.UNKNOWN_DISK
+
+
+def test_a_disk_too_full_for_the_trial_is_planned_for_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_descriptor: int, _size: int, folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+
+    monkeypatch.setattr(disk, "allocate", full)
+    found = transfers.way("disk", str(tmp_path))
+    assert found.out == found.back == transfers.UNKNOWN_DISK
+    assert "cannot be tried" in found.source

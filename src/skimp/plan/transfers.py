@@ -59,16 +59,19 @@ def way(place: Place, near: str) -> Way:
 
 @cache
 def _measured(folder: str) -> Way:
+    unknown = Way(UNKNOWN_DISK, UNKNOWN_DISK, False, f"assumed: {UNKNOWN_DISK / 1e6:g} MB/s, {folder} cannot be tried")
     try:
         tier = DiskTier(Path(folder))
     except (OSError, SkimpError):
-        return Way(UNKNOWN_DISK, UNKNOWN_DISK, False, f"assumed: {UNKNOWN_DISK / 1e6:g} MB/s, {folder} cannot be tried")
+        return unknown
     storage = torch.ones(PROBE, dtype=torch.uint8).untyped_storage()
     try:
         extent = tier.reserve(PROBE)
         tier.store(extent, storage, 0).wait()  # the first time takes the file's pages as well
         out = min(_seconds(lambda: tier.store(extent, storage, 0).wait()) for _ in range(2))
         back = min(_seconds(lambda: tier.fetch(extent, storage).wait()) for _ in range(2))
+    except OSError:  # no room for the trial: whether there is enough for a run, its plan says
+        return unknown
     finally:
         tier.close()
     return measured_way(folder, PROBE / out, PROBE / back)
