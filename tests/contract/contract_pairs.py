@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from contract_rows import (
     BLOCKS,
+    COMPACT,
     DERIVATIVE,
     DISK,
     FAMILY,
@@ -131,6 +132,7 @@ SWITCHES |= {name: Switch(_adapter(name), overrides=(f"adapter={{name: {name}, r
 SWITCHES["loftq"] = Switch(_adapter("loftq"), overrides=("model.weights=nf4", "adapter={name: loftq, r: 4}"))
 SWITCHES |= {name: Switch(_rule(name), overrides=(f"optimizer={name}",)) for name in RULES}
 SWITCHES |= {name: Switch(_rule(name), overrides=(override,)) for name, override in FAMILY.items()}
+SWITCHES["compact"] = Switch(lambda run: bool(run.optimizer.factored or run.compact is None), overrides=COMPACT)
 
 #: What a pair needs beside both switches. A step in backward is one micro-batch (with clipping it is run twice, so it
 #: still has more than one forward). States of float32 beside bfloat16 weights: small tensors of the 8-bit rule.
@@ -147,8 +149,15 @@ BESIDE |= {
     for name, override in FAMILY.items()
     if name != "ldadam"
 }
+BESIDE[frozenset(("compact", "dynamic8"))] = Technique(overrides=(f"{COMPACT[0][:-1]}, states: int8}}", *COMPACT[1:]))
 #: Additions of rank 4 have two dimensions of 4 × 48: a basis of them has two directions at most.
 BESIDE |= {frozenset((name, "lora")): Technique(overrides=("optimizer.rank=1",)) for name in FAMILY}
+#: And no layer of theirs is a plain linear layer that could keep a projection: gradients arrive whole.
+BESIDE |= {
+    frozenset(("compact", name)): Technique(overrides=("optimizer.compact=false", "optimizer.rank=1"))
+    for name, known in methods().items()
+    if known.kind == "adapter"
+}
 #: Large enough for states to be coded (4,096 numbers), or to wait elsewhere.
 BESIDE |= {
     frozenset(("s2a", other)): Technique(overrides=("adapter={name: s2a, prompt: 90, rank: 90}",))
@@ -161,7 +170,7 @@ BESIDE |= {frozenset((name, "sst")): Technique(overrides=("optimizer.rank=1",)) 
 BESIDE |= {
     frozenset((name, other)): BESIDE[frozenset(("lora", other))]
     for name in CODECS
-    for other in ("state-offload", "dynamic8", "block4", *FAMILY)
+    for other in ("state-offload", "dynamic8", "block4", "compact", *FAMILY)
 }
 #: And of another adapter it is that one which is meant.
 BESIDE |= {

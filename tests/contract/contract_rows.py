@@ -386,6 +386,31 @@ TECHNIQUES["bf16-int8-q-galore"] = Technique(overrides=("precision=bf16", *INT8)
 TECHNIQUES["bf16-mixed-int8-q-galore-compact"] = Technique(
     overrides=("precision=bf16-mixed", *INT8, "optimizer.compact=true", *NO_CLIP)
 )
+#: Layers that keep a random projection of their inputs.
+COMPACT = ("optimizer={name: compact, refresh: 2}", *NO_CLIP)
+TECHNIQUES |= {
+    "compact": Technique(overrides=COMPACT),
+    "compact-plain-kernels": Technique(overrides=(*COMPACT, "exact.kernels=plain")),
+    "compact-in-backward": Technique({"in_backward": True}, COMPACT, base="compact"),
+    "compact-recompute": Technique({"recompute": (0, 2)}, COMPACT, base="compact"),
+    "compact-accumulation": Technique({"micro_rows": 1}, COMPACT, base="compact", reordered=True),
+    "compact-adds-up": Technique(
+        {"in_backward": True, "micro_rows": 1}, (*COMPACT, "exact.micro_batch=1")
+    ),
+    "compact-mlp-chunk": Technique({"mlp_chunk": 7}, COMPACT, base="compact", reordered=True),
+    "compact-offload": Technique(
+        {"offload": (0, 1, 2)}, (*DISK, *COMPACT, "exact.kernels=plain"), base="compact-plain-kernels"
+    ),
+    "compact-states-on-disk": Technique({"states": "disk"}, (*DISK, *COMPACT), base="compact", mapped=True),
+    "compact-signs-8-bit-packing": Technique(
+        {"micro_rows": 3}, ("optimizer={name: compact, refresh: 2, draw: signs, states: int8}", *NO_CLIP), PACKED
+    ),
+    "compact-kept-bits": Technique(overrides=(*COMPACT, "exact.kernels=plain", "activations.kept_bits=8")),
+    "compact-bf16": Technique(overrides=(*COMPACT, "precision=bf16")),
+    "compact-bf16-mixed": Technique(overrides=(*COMPACT, "precision=bf16-mixed", "optimizer.policy=reset")),
+    "compact-whole": Technique(overrides=("optimizer={name: compact, refresh: 2, compact: false}",)),
+    "lisa-compact": Technique(overrides=(*LISA, *COMPACT)),
+}
 for _rule, _override in FAMILY.items():
     TECHNIQUES[_rule] = Technique(overrides=(_override,))
     TECHNIQUES[f"{_rule}-in-backward"] = Technique({"in_backward": True}, (_override,), base=_rule)

@@ -366,4 +366,4 @@ def test_every_paper_is_named() -> None:
         c.rule
         for c in vars(presets).values()
         if isinstance(c, type) and issubclass(c, Projected) and c is not Projected
-    }
+    } | {"compact"}

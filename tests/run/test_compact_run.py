@@ -81,6 +81,56 @@ def test_rebuilt_in_backward_it_goes_on_to_the_bit() -> None:
     assert all("forward" not in vars(m) for m in one.model.modules() if type(m) is torch.nn.Linear)
 
 
+def kept(run: Run) -> int:
+    """Bytes of distinct storages that one step keeps for backward and that are no parameter's."""
+    own = {p.untyped_storage().data_ptr() for _, p in run.parameters()}
+    held: dict[int, Tensor] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        held[t.untyped_storage().data_ptr()] = t  # held, so that no address is used again
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        run.step(batch(0))
+    return sum(t.untyped_storage().nbytes() for at, t in held.items() if at not in own)
+
+
+@pytest.mark.parametrize("model", [{}, {"model_type": "gpt2", "n_embd": 32, "n_inner": 56, "n_layer": 2, "n_head": 4}])
+def test_projected_inputs_keep_the_papers_bytes(model: dict[str, Any]) -> None:
+    """A block of plain kernels keeps T·(2n + m_ff − 2ρn − ρm_ff) numbers less, layers that read one tensor keeping one
+    projection of it; unshared it is 5ρn. Fused kernels make those inputs again, and keep nothing more with CompAct."""
+    rank = "optimizer={name: compact, rank: 0.25%s}"
+    bytes_of = {
+        what: kept(build(recipe(*keys), ExactChoices(4), CONFIG | model, fill=lambda model: init_scratch(model, 0)))
+        for what, keys in {
+            "plain": ("optimizer=adamw", "exact.kernels=plain"),
+            "shared": (rank % "", "exact.kernels=plain"),
+            "unshared": (rank % ", share: false", "exact.kernels=plain"),
+            "fused": ("optimizer=adamw",),
+            "fused compact": (rank % "",),
+        }.items()
+    }
+    blocks, tokens, n, wide = 2, 48, 32, 56
+    assert bytes_of["plain"] - bytes_of["shared"] == 4 * blocks * tokens * (2 * n + wide - 2 * n // 4 - wide // 4)
+    more = 0 if model else 3 * n // 4  # GPT-2's queries, keys and values are one layer, and it has no gate
+    assert bytes_of["unshared"] - bytes_of["shared"] == 4 * blocks * tokens * more
+    assert bytes_of["fused compact"] <= bytes_of["fused"] < bytes_of["plain"]
+
+
+def test_random_projections_leave_micro_batches_free() -> None:
+    """They are no function of a gradient: cut in two, a step is the same to rounding, also moved in backward."""
+    rank = "optimizer={name: compact, rank: 0.25, refresh: 2}"
+    assert Lattice(Space(recipe(rank), CONFIG, 2, "cpu")).sizes() == [1, 2, 4]
+    whole = made(ExactChoices(4), rank)
+    others = [made(ExactChoices(1), rank), made(ExactChoices(1, in_backward=True), rank, "exact.micro_batch=1")]
+    others += [made(ExactChoices(4, mlp_chunk=5), rank), made(ExactChoices(2, recompute=(0, 1)), rank)]
+    losses = [[run.step(batch(i)).loss for i in range(4)] for run in (whole, *others)]
+    for found in losses[1:]:
+        assert found == pytest.approx(losses[0], rel=2e-5)
+    with pytest.raises(ConflictError, match=r"first chunk's would move the weight before the second"):
+        made(ExactChoices(4, mlp_chunk=5, in_backward=True), rank)
+
+
 def test_smaller_micro_batches_are_the_users_to_choose() -> None:
     """They change the mathematics: a basis is of the first one."""
     with pytest.raises(ConflictError, match=r"micro-batches of 2 of 4 rows[\s\S]*exact\.micro_batch=2, knowingly"):

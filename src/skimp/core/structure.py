@@ -126,6 +126,22 @@ def read_structure(model: nn.Module) -> Structure:
     )
 
 
+def input_name(layer: str) -> str:
+    """A name for what a linear layer reads: queries, keys and values read one tensor, so do gate and up; what any other
+    layer reads is called as the layer is."""
+    owner, _, leaf = layer.rpartition(".")
+    for shared, roles in (("qkv", ("q", "k", "v")), ("gate_up", ("gate", "up"))):
+        if any(leaf in ROLES[role] for role in roles):
+            return f"{owner}.{shared}"
+    return layer
+
+
+def is_attention_output(layer: str) -> bool:
+    """Whether a layer of this name is attention's output projection."""
+    owner, _, leaf = layer.rpartition(".")
+    return any(_ends(layer, name) for name in ROLES["o"]) or (leaf == "c_proj" and "attn" in owner)
+
+
 def layers_of(config: dict[str, Any]) -> str:
     """The config key that holds the number of blocks, whatever the family calls it."""
     for key in ("num_hidden_layers", "n_layer", "num_layers"):

@@ -7,7 +7,7 @@ due is that of the step's first micro-batch. What is added up lives within one o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from skimp.optim.stages import Place
 
 class Adding(Chosen):
     """What a rule that projects offers to a delivery in backward, and to layers with compact gradients."""
+
+    #: its bases are made of gradients, those of a step's first micro-batch where gradients are compact.
+    bases_of_gradients: ClassVar[bool] = True
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._added: dict[Tensor, Tensor] = {}
@@ -73,13 +76,15 @@ class Adding(Chosen):
             p = next(q for q in self.parameters() if self.name_of(q) == name)
         rank = self.rank_of(p)
         assert rank is not None
-        return Place(name, step, rank, min(p.shape), max(p.shape), self.group_of(p))
+        return Place(name, step, rank, *self.sides(p), self.group_of(p))
 
-    @staticmethod
-    def _seen(grad: Tensor) -> Tensor:
-        """The gradient with its shorter side first, in the dtype of the arithmetic."""
-        turned = grad.shape[0] >= grad.shape[1]
-        return (grad.t() if turned else grad).to(torch.promote_types(grad.dtype, torch.float32))
+    def _seen(self, p: Tensor, grad: Tensor) -> Tensor:
+        """The gradient of `p` with the projected side first, in the dtype of the arithmetic."""
+        return (grad.t() if self.turned(p) else grad).to(torch.promote_types(grad.dtype, torch.float32))
+
+    def _whole_step(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any], part: Part) -> None:
+        """Move a parameter that is not projected."""
+        plain_step(self.rule, p, grad, state, group, part)
 
     @torch.no_grad()
     def add_gradient(self, p: Tensor, grad: Tensor) -> Tensor:
@@ -92,7 +97,7 @@ class Adding(Chosen):
             if "since" not in state:
                 kept = grad
             else:
-                place, g = self._place_of(p, name, state["step"] + 1), self._seen(grad)
+                place, g = self._place_of(p, name, state["step"] + 1), self._seen(p, grad)
                 if p not in self._added and self._due(state, place):
                     state["step"] += 1  # as `update` has it; a gradient that is not finite takes it back
                     self._refresh(g, state, place)
@@ -114,7 +119,7 @@ class Adding(Chosen):
         if p not in self._added and self._due(state, place):
             return self.add_gradient(p, torch.mm(dy.t(), x))
         work = torch.promote_types(p.dtype, torch.float32)
-        left, right = (x, dy) if p.shape[0] >= p.shape[1] else (dy, x)
+        left, right = (x, dy) if self.turned(p) else (dy, x)
         with elsewhere.at_hand(self, p):
             kept = self.stages.projector.project_factors(left.to(work), right.to(work), state, place)
         held = self._added.get(p)
@@ -137,7 +142,7 @@ class Adding(Chosen):
         part = Part(name, p.numel(), 0, name)
         with elsewhere.at_hand(self, p), codes.numbers(self, p, state) as w:
             if "since" not in state:
-                plain_step(self.rule, w, held, state, self.group_of(p), part)
+                self._whole_step(w, held, state, self.group_of(p), part)
                 return
             place = self._place_of(p, name, state["step"])
             self._write(w, held if state["refreshed"] else None, None, state, place, part)
@@ -166,5 +171,5 @@ def check_adds_up(rule: Any) -> None:
             f"compact gradients for {rule.rule}",
             "it uses the whole gradient beside its projection",
             "what is never formed cannot be added, scaled or fed back",
-            "galore, galore2, q-galore, natural-galore or grass",
+            "galore, galore2, q-galore, natural-galore, grass or compact",
         )

@@ -33,23 +33,37 @@ class Chosen(UpdateRule):
     def rank_of(self, p: Tensor) -> int | None:
         """The rank of this parameter's basis; None where it stays whole."""
         rank = self.asked_rank(p)
-        if rank is None or rank > min(p.shape):
+        if rank is None or rank > self.sides(p)[0]:
             return None
         if not self.stages.projector.saves:
             return rank
-        return rank if self._bytes(self._spec(p.shape, p.dtype, rank)) < self._unprojected(p) else None
+        return rank if self._bytes(self._spec(p, rank)) < self._unprojected(p) else None
 
     def asked_rank(self, p: Tensor) -> int | None:
         """The rank asked for a parameter that is a matrix between hidden states; None for every other."""
+        return self._directions(p, self.group_of(p)["rank"]) if self.chosen(p) else None
+
+    def chosen(self, p: Tensor) -> bool:
+        """Whether a parameter is a matrix between hidden states."""
         group = self.group_of(p)
         if p.ndim != 2:
-            return None
+            return False
         if "role" in group:
-            chosen = group["role"] not in (*TABLES, "vector")
-        else:
-            name = self.name_of(p).lower()
-            chosen = not any(part in name for part in TABLE_NAMES)
-        return (int(group["rank"]) or max(1, min(p.shape) // 4)) if chosen else None
+            return group["role"] not in (*TABLES, "vector")
+        name = self.name_of(p).lower()
+        return not any(part in name for part in TABLE_NAMES)
+
+    def turned(self, p: Tensor) -> bool:
+        """Whether a matrix's columns are the side that is projected: it is seen transposed then."""
+        return p.shape[0] >= p.shape[1]
+
+    def sides(self, p: Tensor) -> tuple[int, int]:
+        """(a, b): the length of the projected side of a matrix, and of the other one."""
+        return (p.shape[1], p.shape[0]) if self.turned(p) else (p.shape[0], p.shape[1])
+
+    def _directions(self, p: Tensor, asked: float) -> int:
+        """The rank that a group's "rank" means for one of its matrices."""
+        return int(asked) or max(1, self.sides(p)[0] // 4)
 
     def _check_some(self) -> None:
         matrices = [p for p in self.parameters() if self.asked_rank(p) is not None]
@@ -65,10 +79,10 @@ class Chosen(UpdateRule):
             )
         p = max(matrices, key=lambda q: q.numel())
         rank, most = self.asked_rank(p) or 1, self.break_even(p)
-        if rank > min(p.shape):
-            found, why = f"the largest matrix is {tuple(p.shape)}", f"it has {min(p.shape)} directions"
+        if rank > self.sides(p)[0]:
+            found, why = f"the largest matrix is {tuple(p.shape)}", f"it has {self.sides(p)[0]} directions"
         else:
-            low, whole = self._bytes(self._spec(p.shape, p.dtype, rank)), self._unprojected(p)
+            low, whole = self._bytes(self._spec(p, rank)), self._unprojected(p)
             found = f"{low:,} bytes of state for {tuple(p.shape)}, {whole:,} unprojected"
             why = f"it saves nothing from rank {most + 1} on"
         ways = [f"rank {most} at most"] if most else []
@@ -76,18 +90,18 @@ class Chosen(UpdateRule):
 
     def break_even(self, p: Tensor) -> int:
         """The largest rank at which this matrix's state is smaller than unprojected; 0 where there is none."""
-        whole, low, high = self._unprojected(p), 0, min(p.shape)
+        whole, low, high = self._unprojected(p), 0, self.sides(p)[0]
         while low < high:
             middle = (low + high + 1) // 2
-            small = self._bytes(self._spec(p.shape, p.dtype, middle)) < whole
+            small = self._bytes(self._spec(p, middle)) < whole
             low, high = (middle, high) if small else (low, middle - 1)
         return low
 
     # ---- state
 
-    def _spec(self, shape: Any, dtype: torch.dtype, rank: int) -> Spec:
-        stages, work = self.stages, torch.promote_types(dtype, torch.float32)
-        a, b = min(shape), max(shape)
+    def _spec(self, p: Tensor, rank: int) -> Spec:
+        stages, work = self.stages, torch.promote_types(p.dtype, torch.float32)
+        a, b = self.sides(p)
         small = stages.projector.small(a, b, rank)
         spec = dict(stages.projector.spec(a, b, rank, work)) | stages.inner.state_spec(small, work)
         for transform in stages.transforms:
@@ -109,7 +123,7 @@ class Chosen(UpdateRule):
 
     def part_spec(self, p: Tensor) -> Spec:
         rank = self.rank_of(p)
-        return self._whole(p) if rank is None else self._spec(p.shape, p.dtype, rank)
+        return self._whole(p) if rank is None else self._spec(p, rank)
 
     def numbers_of(self, p: Tensor) -> tuple[str, ...]:
         if self.rank_of(p) is None:

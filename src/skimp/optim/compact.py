@@ -34,11 +34,15 @@ from skimp.optim.projected import Projected
 #: (weight, left, right): G = leftᵀ·right in the weight's own layout, never formed.
 Receive = Callable[[Tensor, Tensor, Tensor], Any]
 
+_NOTE = "_skimp_small_inputs"
+
 
 class Compact:
     """Every linear layer of `model` whose weight `rule` projects hands over the factors of its gradient; reversible.
 
-    An input that a fused layer can make again is not kept (`core.remake`), as other linear layers do it.
+    An input that a fused layer can make again is not kept (`core.remake`), as other linear layers do it. Of a rule with
+    `small_input` (CompAct) a layer keeps that of its input and hands it over as the factor; layers that read the same
+    tensor and share a projection keep it once.
 
     Attributes:
         layers: names of those layers.
@@ -68,6 +72,10 @@ class Compact:
                 "its projection is a function of the whole gradient, of which each process has its own tokens' part",
                 "leave the layers between hidden states whole on every process",
             )
+        #: of a rule that takes projected inputs: itself.
+        self.inputs: Any = rule if hasattr(rule, "small_input") else None
+        if self.inputs is not None:
+            self._check_sides(self.inputs)
         self.layers = list(self._modules)
         rule.compact = frozenset(rule.name_of(weight) for weight in weights.values())
         self._before = {name: vars(module).get("forward") for name, module in self._modules.items()}
@@ -77,20 +85,46 @@ class Compact:
             else:
                 module.forward = self._forward(module)
 
+    def _check_sides(self, rule: Any) -> None:
+        for name, module in self._modules.items():
+            if rule.turned(module.weight) != (type(module) is nn.Linear):
+                raise SkimpError(
+                    f"compact inputs for {rule.rule}",
+                    f"{name} stores its outputs as columns, and its group does not say so",
+                    "the projection would be of the outputs",
+                    "groups of skimp.optim.role_groups(…, roles(model))",
+                )
+
     def _forward(self, module: Any) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
-            cast = torch.is_autocast_enabled(x.device.type)
+            given, cast = x, torch.is_autocast_enabled(x.device.type)
             if cast:
                 x = x.to(torch.get_autocast_dtype(x.device.type))
-            made = None if cast else how_made(x)
+            trains = torch.is_grad_enabled() and module.weight.requires_grad
+            made = None if cast or not trains else how_made(x)
             if made is not None:
                 made.again.readers += 1
-            kept = (x,) if made is None else made.inputs
+            kept: tuple[Tensor, ...] = () if made is None else made.inputs
+            if trains and made is None:
+                kept = (self._kept(module.weight, x, given),)
             again = None if made is None else made.again
             y: Tensor = _Linear.apply(x, module.weight, module.bias, self, module, again, *kept)  # type: ignore[no-untyped-call]
             return y
 
         return forward
+
+    def _kept(self, weight: Tensor, x: Tensor, given: Tensor) -> Tensor:
+        """What a layer keeps of its input: x itself, or its projection, once for all layers that read `given` and share
+        one. It is noted on `given`, which layers let go of long before their graph."""
+        if self.inputs is None:
+            return x
+        key = (self.inputs.projection_of(weight), x.dtype, given._version)
+        noted: dict[Any, Tensor] = getattr(given, _NOTE, {})
+        if key not in noted:
+            with torch.no_grad():
+                setattr(given, _NOTE, noted | {key: self.inputs.small_input(weight, x)})
+        found: Tensor = getattr(given, _NOTE)[key]
+        return found
 
     def remove(self) -> None:
         """Every layer gets the forward it had."""
@@ -134,8 +168,11 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             x = kept[0] if ctx.again is None else ctx.again(*kept)
             x = x.reshape(-1, x.shape[-1])
-            # Last: a step in backward moves the weight here. A recomputed block gives a view of it, not the parameter.
-            ctx.compact.receive(ctx.module.weight, *((x, dy) if ctx.columns else (dy, x)))
+            inputs, weight = ctx.compact.inputs, ctx.module.weight  # a recomputed block gave a view of it
+            if inputs is not None and ctx.again is not None:
+                x = inputs.small_input(weight, x)
+            # Last: a step in backward moves the weight here.
+            ctx.compact.receive(weight, *((x, dy) if ctx.columns and inputs is None else (dy, x)))
         return (dx, None, db, None, None, None, *(None for _ in kept))
 
 

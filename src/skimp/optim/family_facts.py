@@ -56,8 +56,8 @@ def _rule(
     name: str, summary: str, cls: str, saves: str, paper: Paper, options: dict[str, Option], **more: object
 ) -> Facts:
     facts = {"kind": "update rule", "attacks": ("optimizer",), "exact": False, **more}
-    where = f"skimp.optim.presets:{cls}"
-    return Facts(name=name, summary=summary, where=where, saves=saves, paper=paper, options=options, **facts)  # type: ignore[arg-type]
+    facts.setdefault("where", f"skimp.optim.presets:{cls}")
+    return Facts(name=name, summary=summary, saves=saves, paper=paper, options=options, **facts)  # type: ignore[arg-type]
 
 
 _GALORE = Paper("GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection", 2024, "2403.03507")
@@ -238,10 +238,44 @@ FAMILY: list[Facts] = [
             **CODED,
         },
     ),
+    _rule(
+        "compact",
+        "CompAct: layers keep a random projection of their inputs; gradients and Adam's states live in its space.",
+        "CompAct",
+        "of an m × n matrix, in numbers: r of activations a token instead of n, m·r of gradient instead of m·n, 2·m·r "
+        "of state instead of 2·m·n",
+        Paper("CompAct: Compressed Activations for Memory-Efficient LLM Training", 2025, "2410.15352"),
+        {
+            "betas": BETAS,
+            "eps": EPS,
+            "rank": Option(
+                0.25, "Directions kept of a layer's inputs: below 1, a part of them; else a number.", above=0
+            ),
+            "refresh": Option(50, "Steps between random projections, the same step for all layers.", least=1),
+            "rewarm": REWARM,
+            "scale": SCALE,
+            "output_scale": Option(
+                0.125,
+                "Factor of the rate of attention's output projections, which stay whole; the paper: half of scale.",
+                above=0,
+            ),
+            "share": Option(True, "Layers that read one tensor share a projection, and so keep one tensor."),
+            "draw": Option("normal", "Entries of a projection: normal numbers, or signs.", choices=("normal", "signs")),
+            "policy": Option(
+                "keep", "The moments at a new projection: kept as they are, or reset.", choices=("keep", "reset")
+            ),
+            **CODED,
+            "compact": Option(True, "Layers keep the projection only; false takes whole gradients and projects those."),
+        },
+        where="skimp.optim.compact_inputs:CompAct",
+        attacks=("activations", "optimizer", "gradients"),
+        recipe="optimizer: compact\ntrain: {clip: null}",
+    ),
 ]
 
 FAMILY_HOMES = {
     **dict.fromkeys([facts.where.rpartition(":")[2] for facts in FAMILY], "presets"),
+    "CompAct": "compact_inputs",
     "Projected": "projected",
     "Stages": "stages",
     "project_backward": "compact",

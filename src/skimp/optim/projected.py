@@ -26,7 +26,6 @@ from skimp.core.read import read
 from skimp.core.sharded import Part
 from skimp.optim.adding import Adding, check_adds_up
 from skimp.optim.options import check_options, lr_of
-from skimp.optim.plain import plain_step
 from skimp.optim.policy import carry_over, check_policy, lengthen
 from skimp.optim.stages import Place, Stages
 
@@ -94,9 +93,9 @@ class Projected(Adding):
 
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any], part: Part) -> None:
         if "since" not in state:
-            plain_step(self.rule, p, grad, state, group, part)
+            self._whole_step(p, grad, state, group, part)
             return
-        place, g = self._place_of(p, part.name, state["step"]), self._seen(grad)
+        place, g = self._place_of(p, part.name, state["step"]), self._seen(p, grad)
         if self.stages.feedback:
             g = g + state["error"]
         lost = self._refresh(g, state, place) if self._due(state, place) else None
@@ -113,7 +112,7 @@ class Projected(Adding):
         lr, after = lr_of(group) * self._risen(state, place), self.stages.decay_after
         decay = 1.0 - lr * group["weight_decay"]
         target = p if p.dtype == work else p.to(work)
-        w = target.t() if p.shape[0] >= p.shape[1] else target
+        w = target.t() if self.turned(p) else target
         if r is not None:
             self._move(w, r, g, state, place, lr, 1.0 if after else decay)
         if (after or r is None) and decay != 1.0:  # without a gradient a whole parameter's moments are zero too

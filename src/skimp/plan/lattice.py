@@ -18,7 +18,7 @@ from skimp.activations.chunked_mlp import has_mlp
 from skimp.core.exact import ExactChoices
 from skimp.losses import default_rows
 from skimp.run.build import uses_fused
-from skimp.run.build_checks import adds_up, asks_compact, draws_codes, keeps_attention
+from skimp.run.build_checks import adds_up, asks_compact, basis_of_gradients, draws_codes, keeps_attention
 
 #: "outside": only bytes and seconds outside the blocks change; "recomputed": those of recomputed blocks as well; "all".
 Touches = Literal["outside", "recomputed", "all"]
@@ -83,7 +83,9 @@ def mlp_chunks(space: Space, root: ExactChoices) -> list[int | None]:
     """All tokens at once, or 1,024: wide enough for products to run at their rate, and at 16,384 tokens a sixteenth of
     the MLP's insides. None where the model has no MLP that runs alone, or no more tokens than that."""
     tokens = root.micro_rows * space.recipe.data.seq_len
-    can = has_mlp(space.config) and not asks_compact(space.recipe) and not draws_codes(space.recipe)
+    # The factors of a gradient are handed on a chunk at a time.
+    whole = basis_of_gradients(space.recipe) or (asks_compact(space.recipe) and root.in_backward)
+    can = has_mlp(space.config) and not whole and not draws_codes(space.recipe)
     return [None, *([MLP_CHUNK] if can and tokens > MLP_CHUNK else [])]
 
 
@@ -108,12 +110,12 @@ class Lattice:
     def sizes(self) -> list[int]:
         """Micro-batch sizes, smallest first: the pinned one, or the divisors of the step's rows.
 
-        With compact gradients all rows at once unless pinned: bases are else of the first micro-batch.
+        With bases of compact gradients all rows at once unless pinned: they are else of the first micro-batch.
         """
         pins, rows = self.space.recipe.exact, self.space.recipe.rows_per_step
         if pins.micro_batch:
             return [min(pins.micro_batch, rows)]
-        if asks_compact(self.space.recipe):
+        if basis_of_gradients(self.space.recipe):
             return [rows]
         return [n for n in range(1, rows + 1) if rows % n == 0]
 

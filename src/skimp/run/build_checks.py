@@ -55,6 +55,12 @@ def asks_compact(recipe: Any) -> bool:
     return bool(recipe.optimizer.options().get("compact"))
 
 
+def basis_of_gradients(recipe: Any) -> bool:
+    """Whether compact gradients have bases that are made of gradients, hence of a step's first micro-batch."""
+    rule = load(recipe.optimizer.name, "update rule")
+    return asks_compact(recipe) and bool(rule.bases_of_gradients)
+
+
 def draws_codes(recipe: Any) -> bool:
     """Whether codes of derivatives are rounded at random, by the place of a number in its row."""
     return recipe.activations.derivative is not None and recipe.activations.derivative.rounding == "stochastic"
@@ -67,7 +73,7 @@ def check_exact(exact: ExactChoices, recipe: Any) -> None:
     """
     check_places(exact)
     rows = recipe.rows_per_step
-    if asks_compact(recipe) and exact.micro_rows < rows and not recipe.exact.micro_batch:
+    if basis_of_gradients(recipe) and exact.micro_rows < rows and not recipe.exact.micro_batch:
         raise ConflictError(
             f"micro-batches of {exact.micro_rows} of {rows} rows",
             f"optimizer.compact=true with {recipe.optimizer.name}",
@@ -81,13 +87,21 @@ def check_exact(exact: ExactChoices, recipe: Any) -> None:
             "draws are addressed by a number's place in its row, which a chunk of tokens does not know",
             ["exact.mlp_chunk=null", "activations.derivative.rounding=nearest"],
         )
-    if asks_compact(recipe) and exact.mlp_chunk is not None:
+    if basis_of_gradients(recipe) and exact.mlp_chunk is not None:
         raise ConflictError(
             f"exact.mlp_chunk={exact.mlp_chunk}",
             f"optimizer.compact=true with {recipe.optimizer.name}",
             "a layer hands its gradient's factors on as soon as it has them: a new basis would be of the first chunk's "
             "tokens, and a step in backward would move the weight before the second",
             ["exact.mlp_chunk=null", "optimizer.compact=false"],
+        )
+    if asks_compact(recipe) and exact.mlp_chunk is not None and exact.in_backward:
+        raise ConflictError(
+            f"exact.mlp_chunk={exact.mlp_chunk} with exact.in_backward=true",
+            f"optimizer.compact=true with {recipe.optimizer.name}",
+            "a layer hands its gradient's factors on as soon as it has them, and the first chunk's would move the "
+            "weight before the second",
+            ["exact.mlp_chunk=null", "exact.in_backward=false"],
         )
     if exact.in_backward and exact.micro_rows < rows and adds_up(recipe):
         if recipe.train.clip is not None:
