@@ -32,8 +32,9 @@ from contract_rows import (
 
 from skimp.core.coded_linear import coded_layers
 from skimp.core.registry import alternatives, conflict_of, load, methods
-from skimp.run.build import Run, techniques
+from skimp.run.build import Run
 from skimp.run.effect import Effect
+from skimp.run.techniques import techniques
 
 #: Small, because there are many: 3 rows in micro-batches of 3, or of 2 and 1 where the pair accumulates.
 ROWS, SEQ, STYLE, STEPS = 3, 24, "llama-tied", 3

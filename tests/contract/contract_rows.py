@@ -394,9 +394,7 @@ TECHNIQUES |= {
     "compact-in-backward": Technique({"in_backward": True}, COMPACT, base="compact"),
     "compact-recompute": Technique({"recompute": (0, 2)}, COMPACT, base="compact"),
     "compact-accumulation": Technique({"micro_rows": 1}, COMPACT, base="compact", reordered=True),
-    "compact-adds-up": Technique(
-        {"in_backward": True, "micro_rows": 1}, (*COMPACT, "exact.micro_batch=1")
-    ),
+    "compact-adds-up": Technique({"in_backward": True, "micro_rows": 1}, (*COMPACT, "exact.micro_batch=1")),
     "compact-mlp-chunk": Technique({"mlp_chunk": 7}, COMPACT, base="compact", reordered=True),
     "compact-offload": Technique(
         {"offload": (0, 1, 2)}, (*DISK, *COMPACT, "exact.kernels=plain"), base="compact-plain-kernels"

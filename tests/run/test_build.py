@@ -16,9 +16,10 @@ from skimp.core.exact import ExactChoices
 from skimp.core.registry import Conflict
 from skimp.kernels.native import library
 from skimp.recipe import load_recipe
-from skimp.run.build import build, techniques
+from skimp.run.build import build
 from skimp.run.build_checks import check_path
 from skimp.run.resting import resting_below
+from skimp.run.techniques import techniques
 from skimp.run.weights import init_scratch
 
 SIZES = {

@@ -7,13 +7,15 @@ it was made from. Such an output carries the call that made it; a reader that kn
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-_NAME = "_skimp_remake"
+_NAME, _READ = "_skimp_remake", "_skimp_read"
+T = TypeVar("T")
 
 
 class Again:
@@ -60,3 +62,16 @@ def how_made(tensor: Tensor) -> Remake | None:
     """How a tensor is made again; None where nothing is noted. A view or a copy of it carries no note."""
     found: Remake | None = getattr(tensor, _NAME, None)
     return found
+
+
+def once_for(tensor: Tensor, key: Hashable, make: Callable[[], T]) -> T:
+    """What layers keep of `tensor` in its place: made for the first that asks with `key`, the same for all others.
+
+    Noted on the tensor, which the layers let go of long before their graph; a change in place makes it anew.
+    """
+    noted: dict[Hashable, T] = getattr(tensor, _READ, {})
+    if (key, tensor._version) not in noted:
+        with torch.no_grad():
+            noted = noted | {(key, tensor._version): make()}
+        setattr(tensor, _READ, noted)
+    return noted[key, tensor._version]

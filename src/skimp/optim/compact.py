@@ -26,15 +26,13 @@ from torch.autograd.function import once_differentiable
 
 from skimp.core.coded_linear import CodedLinear
 from skimp.core.errors import SkimpError
-from skimp.core.remake import how_made
+from skimp.core.remake import how_made, once_for
 from skimp.core.sharded import is_sharded
 from skimp.optim.adding import check_adds_up
 from skimp.optim.projected import Projected
 
 #: (weight, left, right): G = leftᵀ·right in the weight's own layout, never formed.
 Receive = Callable[[Tensor, Tensor, Tensor], Any]
-
-_NOTE = "_skimp_small_inputs"
 
 
 class Compact:
@@ -115,15 +113,11 @@ class Compact:
 
     def _kept(self, weight: Tensor, x: Tensor, given: Tensor) -> Tensor:
         """What a layer keeps of its input: x itself, or its projection, once for all layers that read `given` and share
-        one. It is noted on `given`, which layers let go of long before their graph."""
+        one."""
         if self.inputs is None:
             return x
-        key = (self.inputs.projection_of(weight), x.dtype, given._version)
-        noted: dict[Any, Tensor] = getattr(given, _NOTE, {})
-        if key not in noted:
-            with torch.no_grad():
-                setattr(given, _NOTE, noted | {key: self.inputs.small_input(weight, x)})
-        found: Tensor = getattr(given, _NOTE)[key]
+        key = (self.inputs.projection_of(weight), x.dtype)
+        found: Tensor = once_for(given, key, lambda: self.inputs.small_input(weight, x))
         return found
 
     def remove(self) -> None:

@@ -17,8 +17,8 @@ from typing import Any, Literal
 from skimp.activations.chunked_mlp import has_mlp
 from skimp.core.exact import ExactChoices
 from skimp.losses import default_rows
-from skimp.run.build import uses_fused
 from skimp.run.build_checks import adds_up, asks_compact, basis_of_gradients, draws_codes, keeps_attention
+from skimp.run.techniques import uses_fused
 
 #: "outside": only bytes and seconds outside the blocks change; "recomputed": those of recomputed blocks as well; "all".
 Touches = Literal["outside", "recomputed", "all"]

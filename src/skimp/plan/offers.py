@@ -19,7 +19,8 @@ from skimp.plan.places import Places, budgets
 from skimp.plan.plan import Alternative
 from skimp.plan.reserve import reserve
 from skimp.plan.search import Search
-from skimp.run.build import DTYPES, rule_name
+from skimp.run.build import DTYPES
+from skimp.run.techniques import rule_name
 
 #: (what to change, in words with the known effect, as overrides, changes to the recipe)
 WAYS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (

@@ -25,7 +25,7 @@ from skimp.plan.mixed import MixedSearch
 from skimp.plan.profile import MemoryProfile
 from skimp.plan.search import Candidate
 from skimp.plan.simulate import simulate
-from skimp.run.build import techniques
+from skimp.run.techniques import techniques
 
 #: (away, here) blocks of the three simulations.
 CORNERS = ((4, 2), (5, 2), (4, 3))

@@ -21,7 +21,8 @@ from skimp.core.errors import SkimpError
 from skimp.core.memory.process import malloc_policy
 from skimp.core.registry import load
 from skimp.plan.cost import CostMeter, Rates
-from skimp.run.build import DTYPES, rule_name
+from skimp.run.build import DTYPES
+from skimp.run.techniques import rule_name
 
 #: Largest sides of what is measured: past them the rates are those of larger tensors.
 TOKENS, WIDTH, INNER, LENGTH = 512, 1024, 2048, 2048

@@ -22,7 +22,6 @@ from skimp.activations.derivative_apply import Derivatives
 from skimp.activations.offload import Offload
 from skimp.activations.recompute import Recompute
 from skimp.adapters.handle import Handle
-from skimp.core import attention
 from skimp.core.away import Away
 from skimp.core.batch import Batch
 from skimp.core.coded_model import encode_model
@@ -34,7 +33,6 @@ from skimp.core.memory.tracker import Tracker
 from skimp.core.registry import check_together, load
 from skimp.core.structure import TESTED_FAMILIES, Structure, read_structure
 from skimp.kernels.apply import Fused
-from skimp.kernels.native import library
 from skimp.kernels.sparse_apply import SparseAttention
 from skimp.optim.compact import Compact
 from skimp.optim.groups import decay_groups, role_groups
@@ -49,6 +47,7 @@ from skimp.run.offloaded import offload, states_away
 from skimp.run.restarts import restarts
 from skimp.run.skeleton import materialise, simulate_tensors, skeleton
 from skimp.run.stepping import delivery_of, sink_of, stepper_of
+from skimp.run.techniques import rule_name, techniques, uses_fused
 from skimp.run.wrapped import chunked_mlps, coded, coded_derivatives, name_blocks, recomputed
 from skimp.steps.first_order import FirstOrder, StepResult
 from skimp.steps.layers import LayerSampler
@@ -325,52 +324,6 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
     beside: dict[str, Any] = {"layers": layers, "mlps": mlps, "compact": compact, "derivatives": derivatives}
     beside |= {"sparse": sparse, "coded": fewer_bits}
     return Run(*built, offload=away, simulated=simulated, events=events, notes=notes, **beside)
-
-
-def uses_fused(recipe: Any) -> bool:
-    """Fused layers wherever their native form is built and the run is on the CPU, unless the recipe pins plain ones.
-
-    Raises:
-        ConflictError: fused layers are pinned and cannot be had.
-    """
-    if recipe.exact.kernels == "fused" and not library.available():
-        raise ConflictError(
-            "exact.kernels=fused",
-            f"native kernels: {library.why()}",
-            "the fused layers are C",
-            ["python -m skimp.kernels.native", "exact.kernels=null: fused where it can be"],
-        )
-    return recipe.exact.kernels != "plain" and attention.target_device() == "cpu" and library.available()
-
-
-def rule_name(recipe: Any) -> str:
-    """The registered update rule: `adamw` on bfloat16 weights is the one that rounds stochastically."""
-    name: str = recipe.optimizer.name
-    # What an adapter trains is float32 beside a bfloat16 base.
-    bf16 = recipe.precision == "bf16" and recipe.adapter is None
-    return "adamw-bf16" if bf16 and name == "adamw" else name
-
-
-def techniques(recipe: Any, exact: ExactChoices) -> list[str]:
-    """The registered methods a run switches on, for the early refusal of pairs that cannot go together."""
-    names = [rule_name(recipe), "first-order", "chunked-cross-entropy"]
-    names += [recipe.adapter.name] if recipe.adapter is not None else []
-    names += ["momentum-reset"] if recipe.train.restart is not None else []
-    names += [recipe.model.weights.name] if recipe.model.weights is not None else []
-    names += ["packing"] if recipe.data.packing else []
-    names += [recipe.train.layers.name] if recipe.train.layers is not None else []
-    names += ["derivative"] if recipe.activations.derivative is not None else []
-    names += [recipe.attention.name] if recipe.attention is not None else []
-    names += ["recompute"] if exact.recompute else []
-    names += ["selective-recompute"] if {*exact.kept().values()} - {"nothing"} else []
-    names += ["chunked-mlp"] if exact.mlp_chunk is not None else []
-    names += ["coded-activations"] if recipe.activations.kept_bits is not None else []
-    names += ["step-in-backward"] if exact.in_backward else []
-    names += ["activation-offload"] if exact.offload else []
-    names += ["state-offload"] if exact.states != "device" else []
-    names += ["fused-rmsnorm", "fused-swiglu"] if uses_fused(recipe) else []
-    names += ["fused-rotary"] if uses_fused(recipe) and recipe.precision != "bf16" else []
-    return names
 
 
 def make_optimizer(
