@@ -21,6 +21,7 @@ from contract_rows import (
     DISK,
     FAMILY,
     PACKED,
+    PAMM,
     RULES,
     S2,
     STYLES,
@@ -100,6 +101,7 @@ SWITCHES: dict[str, Switch] = {
     "coded-activations": Switch(
         lambda run: min(run.coded.coded_bytes.values()) > 0, overrides=("activations.kept_bits=8",)
     ),
+    "pamm": Switch(lambda run: sum(run.pamm.kept_bytes.values()) > 0, overrides=PAMM),
     "first-order": Switch(lambda run: run.stepper.forwards > 1, {"micro_rows": 2}),
     "step-in-backward": Switch(_listed("step-in-backward"), {"in_backward": True}),
     "packing": Switch(_listed("packing"), overrides=("data.packing=true",), documents=PACKED),
@@ -150,6 +152,7 @@ BESIDE |= {
     for name, override in FAMILY.items()
     if name != "ldadam"
 }
+BESIDE[frozenset(("first-order", "pamm"))] = Technique(overrides=("exact.micro_batch=2",))
 BESIDE[frozenset(("compact", "dynamic8"))] = Technique(overrides=(f"{COMPACT[0][:-1]}, states: int8}}", *COMPACT[1:]))
 #: Additions of rank 4 have two dimensions of 4 × 48: a basis of them has two directions at most.
 BESIDE |= {frozenset((name, "lora")): Technique(overrides=("optimizer.rank=1",)) for name in FAMILY}

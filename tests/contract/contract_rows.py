@@ -409,6 +409,24 @@ TECHNIQUES |= {
     "compact-whole": Technique(overrides=("optimizer={name: compact, refresh: 2, compact: false}",)),
     "lisa-compact": Technique(overrides=(*LISA, *COMPACT)),
 }
+#: Queries, keys and values that keep a few tokens of their input.
+PAMM = ("activations.pamm=8", "exact.kernels=plain")
+TECHNIQUES |= {
+    "pamm": Technique(overrides=PAMM),
+    "pamm-recompute": Technique({"recompute": (0, 2)}, PAMM, base="pamm"),
+    "pamm-in-backward": Technique({"in_backward": True}, PAMM, base="pamm"),
+    "pamm-offload": Technique({"offload": (0, 1, 2)}, (*DISK, *PAMM), base="pamm"),
+    "pamm-accumulation": Technique({"micro_rows": 3}, (*PAMM, "exact.micro_batch=3")),
+    "pamm-eps-packing": Technique(
+        overrides=("activations.pamm={one_of: 5, eps: 0.9}", "exact.kernels=plain"), documents=PACKED
+    ),
+    "pamm-8-bit-kept-bits": Technique(overrides=(*PAMM, "optimizer=adamw8bit", "activations.kept_bits=8")),
+    "pamm-bf16": Technique(overrides=("activations.pamm=8", "precision=bf16")),
+    "pamm-bf16-mixed": Technique(overrides=("activations.pamm=8", "precision=bf16-mixed")),
+    "pamm-compact": Technique(overrides=(*PAMM, *COMPACT)),
+    "pamm-grass-compact-in-backward": Technique({"in_backward": True}, (*PAMM, *GRASS_COMPACT)),
+    "lisa-pamm": Technique(overrides=(*LISA, *PAMM)),
+}
 for _rule, _override in FAMILY.items():
     TECHNIQUES[_rule] = Technique(overrides=(_override,))
     TECHNIQUES[f"{_rule}-in-backward"] = Technique({"in_backward": True}, (_override,), base=_rule)

@@ -267,6 +267,26 @@ def test_mutation_compact_layers_that_run_plain(technique: str) -> None:
         first_step(technique, disable=plain)
 
 
+def test_mutation_layers_that_keep_their_whole_input() -> None:
+    def plain(run: Run) -> None:
+        assert run.pamm is not None
+        run.pamm.remove()
+
+    with pytest.raises(EffectError, match="they are not wrapped"):
+        first_step("pamm", disable=plain)
+    with pytest.raises(ConflictError, match=r"fused norm's output is made again[\s\S]*exact\.kernels=plain"):
+        first_step(Technique(overrides=("activations.pamm=8",)))
+
+
+def test_mutation_layers_that_keep_no_projection() -> None:
+    def plain(run: Run) -> None:
+        assert run.compact is not None
+        run.compact.remove()
+
+    with pytest.raises(EffectError, match=r"18 of 18 came whole, first model\.layers\.0\.mlp"):
+        first_step("compact", disable=plain)
+
+
 def test_mutation_accumulation_that_takes_all_rows_at_once() -> None:
     def whole(run: Run) -> None:
         run.step = lambda batch: run.stepper.step([batch])  # type: ignore[method-assign]

@@ -64,7 +64,8 @@ def check(pair: tuple[str, str]) -> None:
     # magnifies weak directions: measured up to 5e-6.
     turning = not ({"lion", "muon", "dion"} | FAMILY.keys()).isdisjoint(pair)
     # What a run keeps differs with what is fused, recomputed and chunked, and so does what coding rounds of it.
-    rounding = "coded-activations" in pair
+    # And tokens that stand for others are those of a micro-batch.
+    rounding = "coded-activations" in pair or pair == ("first-order", "pamm")
     tolerance = 2e-3 if half else 1e-3 if rounding else 1e-4 if turning else 2e-6
     assert found == pytest.approx(plain_losses(plain.overrides, plain.documents), rel=tolerance)
     assert len(set(found)) == len(found)

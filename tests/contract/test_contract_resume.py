@@ -43,6 +43,8 @@ FAST = [
     ("int8-q-galore-in-backward", "gpt2"),
     ("bf16-int8-q-galore", "llama-tied"),
     ("momentum-reset", "llama-tied"),
+    ("compact-adds-up", "gpt2"),
+    ("pamm-accumulation", "llama-tied"),
     ("refactor", "llama-tied"),
 ]
 BASE = "the base of these tests"

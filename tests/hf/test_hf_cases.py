@@ -27,7 +27,7 @@ TRL = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.
 WITHIN = {
     "float32": "what every rule and weight is stored as unless another codec is named",
     **dict.fromkeys(
-        ("chunked-mlp", "coded-activations", "derivative", "s2-attention", "momentum-reset"),
+        ("chunked-mlp", "coded-activations", "derivative", "pamm", "s2-attention", "momentum-reset"),
         "a wrapper or an event of skimp's own loop; `attach` has no key for it",
     ),
 }

@@ -5,7 +5,18 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from skimp.core.registry import Facts, Paper
+from skimp.core.registry import Conflict, Facts, Paper
+
+_FUSED = Conflict(
+    "a fused norm's output is made again from the norm's input, which is kept anyway, and one key fuses all layers: "
+    "whole it costs nothing, and points of it would cost more",
+    "exact.kernels=plain, or the fused kernels without points",
+)
+_ADAPTED = Conflict(
+    "beside an adapter the layer's own weight is frozen and keeps nothing; what reads the input is the addition, whose "
+    "thin gradient needs all of it",
+    "activations: {kept_bits: 8}, which rounds what is kept",
+)
 
 FACTS: list[Facts] = [
     Facts(
@@ -60,6 +71,23 @@ FACTS: list[Facts] = [
         recipe="activations: {kept_bits: 8}",
     ),
     Facts(
+        name="pamm",
+        kind="saved-tensor policy",
+        summary="queries, keys and values keep a few tokens of their input, and for each token which it is most like; "
+        "the forward is exact, the three weights' gradients are approximate",
+        where="skimp.activations.pamm:PAMM",
+        attacks=("activations",),
+        exact=False,
+        saves="k·n·s + t·(s + 2) bytes of t tokens of n numbers of s bytes instead of t·n·s, k of them kept",
+        paper=Paper("QKV Projections Require a Fraction of Their Memory", 2025, "2506.02939"),
+        needs=("blocks that are not recomputed", "norms that do not run fused"),
+        conflicts={
+            **dict.fromkeys(("fused-rmsnorm", "fused-swiglu", "fused-rotary"), _FUSED),
+            **dict.fromkeys(("adapter", "nf4", "int8", "int4", "sketch"), _ADAPTED),
+        },
+        recipe="activations: {pamm: 512}",
+    ),
+    Facts(
         name="chunked-mlp",
         kind="saved-tensor policy",
         summary="a block's MLP runs a few tokens at a time and keeps only its input; its insides are made again",
@@ -97,6 +125,8 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(f"skimp.activations.{name.lower()}"), name)
     if name == "Coded":
         return import_module("skimp.activations.coded").Coded
+    if name == "PAMM":
+        return import_module("skimp.activations.pamm").PAMM
     if name == "ChunkedMLP":
         return import_module("skimp.activations.chunked_mlp").ChunkedMLP
     if name == "Kept":

@@ -67,11 +67,12 @@ def how_made(tensor: Tensor) -> Remake | None:
 def once_for(tensor: Tensor, key: Hashable, make: Callable[[], T]) -> T:
     """What layers keep of `tensor` in its place: made for the first that asks with `key`, the same for all others.
 
-    Noted on the tensor, which the layers let go of long before their graph; a change in place makes it anew.
+    Noted on the tensor, which the layers let go of long before their graph; the last key only, so that a tensor that
+    outlives its step does not gather what was kept of it. A change in place makes it anew.
     """
-    noted: dict[Hashable, T] = getattr(tensor, _READ, {})
-    if (key, tensor._version) not in noted:
+    noted: tuple[Hashable, T] | None = getattr(tensor, _READ, None)
+    if noted is None or noted[0] != (key, tensor._version):
         with torch.no_grad():
-            noted = noted | {(key, tensor._version): make()}
+            noted = ((key, tensor._version), make())
         setattr(tensor, _READ, noted)
-    return noted[key, tensor._version]
+    return noted[1]

@@ -38,7 +38,8 @@ Receive = Callable[[Tensor, Tensor, Tensor], Any]
 class Compact:
     """Every linear layer of `model` whose weight `rule` projects hands over the factors of its gradient; reversible.
 
-    An input that a fused layer can make again is not kept (`core.remake`), as other linear layers do it. Of a rule with
+    Layers that keep their input in a form of their own give whole gradients, which the rule projects. An input that a
+    fused layer can make again is not kept (`core.remake`), as other linear layers do it. Of a rule with
     `small_input` (CompAct) a layer keeps that of its input and hands it over as the factor; layers that read the same
     tensor and share a projection keep it once.
 
@@ -57,7 +58,10 @@ class Compact:
         self._modules = {
             name: module
             for name, module in model.named_modules()
-            if (weight := _weight(module)) is not None and id(weight) in known and rule.rank_of(weight) is not None
+            if (weight := _weight(module)) is not None
+            and id(weight) in known
+            and rule.rank_of(weight) is not None
+            and not getattr(module, "keeps_input_itself", False)
         }
         if not self._modules:
             raise SkimpError(f"compact gradients for {rule.rule}", "no nn.Linear whose weight it projects")

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from skimp.activations.chunked_mlp import has_mlp
 from skimp.core.exact import ExactChoices
 from skimp.losses import default_rows
-from skimp.run.build_checks import adds_up, asks_compact, basis_of_gradients, draws_codes, keeps_attention
+from skimp.run.build_checks import adds_up, asks_compact, basis_of_gradients, draws_codes, draws_points, keeps_attention
 from skimp.run.techniques import uses_fused
 
 #: "outside": only bytes and seconds outside the blocks change; "recomputed": those of recomputed blocks as well; "all".
@@ -110,12 +110,13 @@ class Lattice:
     def sizes(self) -> list[int]:
         """Micro-batch sizes, smallest first: the pinned one, or the divisors of the step's rows.
 
-        With bases of compact gradients all rows at once unless pinned: they are else of the first micro-batch.
+        With bases of compact gradients all rows at once unless pinned: they are else of the first micro-batch. And with
+        tokens that stand for others, which are a micro-batch's.
         """
         pins, rows = self.space.recipe.exact, self.space.recipe.rows_per_step
         if pins.micro_batch:
             return [min(pins.micro_batch, rows)]
-        if basis_of_gradients(self.space.recipe):
+        if basis_of_gradients(self.space.recipe) or draws_points(self.space.recipe):
             return [rows]
         return [n for n in range(1, rows + 1) if rows % n == 0]
 

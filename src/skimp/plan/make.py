@@ -105,7 +105,7 @@ def make_plan(
         model=label or str(config.get("model_type")),
         blocks=blocks,
         rows=recipe.rows_per_step,
-        notes=tuple(_notes(recipe, config, where, search, reservation) + _measured(profile)),
+        notes=tuple(_notes(recipe, config, where, search, reservation) + _measured(profile) + _moot(recipe, profile)),
         rates=rates.source,
         tokens=where.count * recipe.train.batch_tokens,
         reservation=reservation,
@@ -248,6 +248,17 @@ def _measured(profile: MemoryProfile) -> list[str]:
     if not profile.measured:
         return []
     return [f"measured on real tensors with random weights, not simulated: {profile.measured} depends on values"]
+
+
+def _moot(recipe: Any, profile: Any) -> list[str]:
+    """What the recipe asks for and the chosen blocks make pointless."""
+    again = len(profile.exact.recompute)
+    if recipe.activations.pamm is None or not again:
+        return []
+    return [
+        f"activations.pamm saves nothing in the {again} recomputed blocks, which keep their own input only; their "
+        "gradients are approximate all the same, so that the plan does not change the mathematics"
+    ]
 
 
 def _notes(

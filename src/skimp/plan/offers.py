@@ -46,6 +46,12 @@ WAYS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
         {"optimizer": "compact"},
     ),
     (
+        "PAMM: queries, keys and values keep one of 512 tokens of their input (perplexity as full training's in the "
+        "published runs)",
+        ("activations.pamm=512",),
+        {"activations": "pamm"},
+    ),
+    (
         "LoRA, r 16 on all linear layers: the model stays frozen, small additions train",
         ("adapter=lora",),
         {"adapter": "lora"},
@@ -197,6 +203,8 @@ def _changed(recipe: Any, change: dict[str, Any], overrides: tuple[str, ...]) ->
         name = adapter.name if adapter is not None else change.get("adapter")
         if name is None or recipe.model.weights is not None or conflict_of(name, change["weights"]):
             return None
+    if "activations" in change and recipe.exact.recompute is None:
+        return None  # the smallest run recomputes every block, where it saves nothing
     if "seq" in change and (recipe.data.seq_len < 256 or recipe.data.seq_len % 2):
         return None
     try:

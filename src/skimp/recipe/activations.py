@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from skimp.recipe.fields import Section, Whole, refuse
+from skimp.recipe.fields import Number, Section, Whole, refuse
 
 
 class Derivative(Section):
@@ -35,6 +35,27 @@ class Derivative(Section):
         return value
 
 
+class Points(Section):
+    """Queries, keys and values keep a few tokens of their input, and an index and a factor for every token.
+    `pamm: 512` is short for one token of 512."""
+
+    one_of: Whole = Field(
+        ge=1, description="A token is kept for so many tokens of a micro-batch; the paper: 128 to 512."
+    )
+    eps: Number | None = Field(
+        default=None,
+        gt=0,
+        description="Tokens further than so many of their lengths from the nearest kept direction are left out, and "
+        "the others count more; null keeps all, as the paper does.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sugar(cls, value: Any) -> Any:
+        """A number alone is how many tokens one is kept for."""
+        return value if isinstance(value, dict) else {"one_of": value}
+
+
 class Activations(Section):
     """What is kept for backward in another form than it was made. The forward stays exact, gradients do not."""
 
@@ -42,6 +63,11 @@ class Activations(Section):
         default=None,
         description="4: activations keep their derivative in 4 bits, gated products and frozen norms their parts; null "
         "keeps them whole.",
+    )
+    pamm: Points | None = Field(
+        default=None,
+        description="512: queries, keys and values keep one of 512 tokens of their input, and for every token which "
+        "one it is most like; null keeps the input.",
     )
     kept_bits: Literal[8, 4] | None = Field(
         default=None,

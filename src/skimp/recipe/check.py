@@ -29,6 +29,7 @@ def contradictions(recipe: Recipe) -> list[Problem]:
         *_offload(recipe),
         *_method(recipe),
         *_compact(recipe),
+        *_points(recipe),
         *_adapter(recipe),
         *_weights(recipe),
         *_layers(recipe),
@@ -259,6 +260,19 @@ def _compact(recipe: Recipe) -> Iterator[Problem]:
             f"true, and adapter {recipe.adapter.name}",
             "the gradients of an addition are its own two thin matrices, which no projection makes smaller",
             ("optimizer.compact=false", "adapter=null: the whole weights train, in the subspace of their gradients"),
+        )
+
+
+def _points(recipe: Recipe) -> Iterator[Problem]:
+    asked = recipe.activations.pamm
+    if asked is not None and recipe.exact.recompute == "all":
+        yield Problem(
+            "activations.pamm",
+            "null, when every block is recomputed",
+            f"{asked.one_of} and exact.recompute all",
+            "a recomputed block keeps its own input and nothing of its layers': gradients would change and no byte "
+            "less would be kept",
+            ("activations.pamm=null", "exact.recompute=null: as many blocks as the plan needs"),
         )
 
 

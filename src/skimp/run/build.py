@@ -20,6 +20,7 @@ from skimp.activations.chunked_mlp import ChunkedMLP
 from skimp.activations.coded import Coded
 from skimp.activations.derivative_apply import Derivatives
 from skimp.activations.offload import Offload
+from skimp.activations.pamm import PAMM
 from skimp.activations.recompute import Recompute
 from skimp.adapters.handle import Handle
 from skimp.core.away import Away
@@ -48,7 +49,7 @@ from skimp.run.restarts import restarts
 from skimp.run.skeleton import materialise, simulate_tensors, skeleton
 from skimp.run.stepping import delivery_of, sink_of, stepper_of
 from skimp.run.techniques import rule_name, techniques, uses_fused
-from skimp.run.wrapped import chunked_mlps, coded, coded_derivatives, name_blocks, recomputed
+from skimp.run.wrapped import chunked_mlps, coded, coded_derivatives, name_blocks, pointed, recomputed
 from skimp.steps.first_order import FirstOrder, StepResult
 from skimp.steps.layers import LayerSampler
 
@@ -79,6 +80,7 @@ class Run:
         layers: trains a few blocks at a time, None when all train.
         derivatives: the modules that keep codes for backward, None without.
         compact: the layers that hand over projected gradients, None without.
+        pamm: the layers that keep points of their input, None without.
         events: what happens every so many steps.
         notes: sentences on what happened, for the metrics of the step; whoever writes them down takes them away.
     """
@@ -104,6 +106,7 @@ class Run:
     notes: list[str] = field(default_factory=list)
     mlps: ChunkedMLP | None = None
     coded: Coded | None = None
+    pamm: PAMM | None = None
 
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step over a whole step's rows, cut into micro-batches."""
@@ -220,7 +223,7 @@ class Run:
             self.recompute.remove()
         if self.compact is not None:
             self.compact.remove()
-        for part in (self.mlps, self.derivatives, self.fused, self.sparse):
+        for part in (self.mlps, self.pamm, self.derivatives, self.fused, self.sparse):
             if part is not None:
                 part.remove()
 
@@ -289,6 +292,7 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
             "exact.kernels=null: fused where it can be",
         )
     derivatives = coded_derivatives(recipe, model, structure, fused)
+    pamm = pointed(model, structure, recipe)
     mlps = chunked_mlps(model, structure, exact)
     recompute = recomputed(model, structure, exact)
     fewer_bits = coded(model, structure, recipe)
@@ -322,7 +326,7 @@ def _assemble(recipe: Any, exact: ExactChoices, model: nn.Module, structure: Str
     again = restarts(recipe, model, optimizer, simulated, notes.append)
     events = Events(*again, *([] if adapter is None else adapter.events(optimizer)))
     beside: dict[str, Any] = {"layers": layers, "mlps": mlps, "compact": compact, "derivatives": derivatives}
-    beside |= {"sparse": sparse, "coded": fewer_bits}
+    beside |= {"sparse": sparse, "coded": fewer_bits, "pamm": pamm}
     return Run(*built, offload=away, simulated=simulated, events=events, notes=notes, **beside)
 
 

@@ -66,6 +66,11 @@ def draws_codes(recipe: Any) -> bool:
     return recipe.activations.derivative is not None and recipe.activations.derivative.rounding == "stochastic"
 
 
+def draws_points(recipe: Any) -> bool:
+    """Whether layers keep points of a micro-batch's tokens: other micro-batches have other points."""
+    return recipe.activations.pamm is not None
+
+
 def check_exact(exact: ExactChoices, recipe: Any) -> None:
     """In backward needs the whole step as one micro-batch: a gradient still to be added to is not final.
 
@@ -78,6 +83,13 @@ def check_exact(exact: ExactChoices, recipe: Any) -> None:
             f"micro-batches of {exact.micro_rows} of {rows} rows",
             f"optimizer.compact=true with {recipe.optimizer.name}",
             "a new basis is of the first micro-batch then, and not of the step's whole gradient",
+            [f"exact.micro_batch={exact.micro_rows}, knowingly", f"exact.micro_batch={rows}"],
+        )
+    if draws_points(recipe) and exact.micro_rows < rows and not recipe.exact.micro_batch:
+        raise ConflictError(
+            f"micro-batches of {exact.micro_rows} of {rows} rows",
+            f"activations.pamm={recipe.activations.pamm.one_of}",
+            "the tokens that stand for others are those of a micro-batch: other micro-batches, other gradients",
             [f"exact.micro_batch={exact.micro_rows}, knowingly", f"exact.micro_batch={rows}"],
         )
     if draws_codes(recipe) and exact.mlp_chunk is not None:

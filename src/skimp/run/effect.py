@@ -71,6 +71,10 @@ class Effect:
         _chunked(run, forwards)
         if run.derivatives is not None:
             run.derivatives.assert_effect()
+        if run.pamm is not None:
+            run.pamm.assert_effect()
+        elif run.recipe.activations.pamm is not None:
+            raise EffectError(f"activations.pamm={run.recipe.activations.pamm.one_of}", "the layers are not wrapped")
         if run.coded is not None:
             run.coded.assert_effect(None if run.layers is None else run.layers.in_backward)
         elif run.recipe.activations.kept_bits is not None:

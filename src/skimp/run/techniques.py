@@ -23,6 +23,8 @@ def uses_fused(recipe: Any) -> bool:
             "the fused layers are C",
             ["python -m skimp.kernels.native", "exact.kernels=null: fused where it can be"],
         )
+    if recipe.activations.pamm is not None and recipe.exact.kernels is None and recipe.precision != "fp32":
+        return False  # norms run plain in bfloat16 unless asked for by name, and points are of what they keep
     return recipe.exact.kernels != "plain" and attention.target_device() == "cpu" and library.available()
 
 
@@ -43,6 +45,7 @@ def techniques(recipe: Any, exact: ExactChoices) -> list[str]:
     names += ["packing"] if recipe.data.packing else []
     names += [recipe.train.layers.name] if recipe.train.layers is not None else []
     names += ["derivative"] if recipe.activations.derivative is not None else []
+    names += ["pamm"] if recipe.activations.pamm is not None else []
     names += [recipe.attention.name] if recipe.attention is not None else []
     names += ["recompute"] if exact.recompute else []
     names += ["selective-recompute"] if {*exact.kept().values()} - {"nothing"} else []

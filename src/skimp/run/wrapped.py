@@ -10,6 +10,7 @@ from skimp.activations.chunked_mlp import ChunkedMLP
 from skimp.activations.coded import Coded
 from skimp.activations.derivative import Coding
 from skimp.activations.derivative_apply import Derivatives
+from skimp.activations.pamm import PAMM
 from skimp.activations.recompute import Recompute
 from skimp.core.exact import ExactChoices
 from skimp.core.memory.tracker import at, current
@@ -45,6 +46,16 @@ def coded_derivatives(recipe: Any, model: nn.Module, structure: Structure, fused
         return None
     coding = Coding(grid=asked.grid, rounding=asked.rounding, seed=recipe.train.seed)
     return Derivatives(model, structure, coding, fused)
+
+
+def pointed(model: nn.Module, structure: Structure, recipe: Any) -> PAMM | None:
+    """Queries, keys and values that keep points of their input; None where the recipe asks for none.
+
+    Raises:
+        ConflictError: the model has no such layers.
+    """
+    asked = recipe.activations.pamm
+    return None if asked is None else PAMM(model, structure, asked.one_of, asked.eps, recipe.train.seed)
 
 
 def coded(model: nn.Module, structure: Structure, recipe: Any) -> Coded | None:
