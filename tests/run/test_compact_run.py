@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from skimp.core.errors import ConflictError, NonFiniteError
 from skimp.core.exact import ExactChoices
 from skimp.data.synthetic import synthetic_batch
 from skimp.plan.lattice import Lattice, Space
+from skimp.plan.make import _moot
 from skimp.recipe import load_recipe
 from skimp.run.build import Run, build
 from skimp.run.weights import init_scratch
@@ -115,6 +117,20 @@ def test_projected_inputs_keep_the_papers_bytes(model: dict[str, Any]) -> None:
     more = 0 if model else 3 * n // 4  # GPT-2's queries, keys and values are one layer, and it has no gate
     assert bytes_of["unshared"] - bytes_of["shared"] == 4 * blocks * tokens * more
     assert bytes_of["fused compact"] <= bytes_of["fused"] < bytes_of["plain"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        (("optimizer=compact",), "gradients and states in the 2 recomputed blocks"),
+        (("optimizer=adamw", "activations.pamm=16"), "saves nothing in the 2 recomputed blocks"),
+        (("optimizer=adamw",), ""),
+    ],
+)
+def test_a_plan_says_where_recompute_makes_them_pointless(keys: tuple[str, ...], says: str) -> None:
+    for recompute in ((0, 1), ()):
+        notes = _moot(recipe(*keys), SimpleNamespace(exact=ExactChoices(4, recompute=recompute)))
+        assert (says in "".join(notes)) if recompute and says else not notes
 
 
 def test_random_projections_leave_micro_batches_free() -> None:

@@ -252,13 +252,18 @@ def _measured(profile: MemoryProfile) -> list[str]:
 
 def _moot(recipe: Any, profile: Any) -> list[str]:
     """What the recipe asks for and the chosen blocks make pointless."""
-    again = len(profile.exact.recompute)
-    if recipe.activations.pamm is None or not again:
-        return []
-    return [
-        f"activations.pamm saves nothing in the {again} recomputed blocks, which keep their own input only; their "
-        "gradients are approximate all the same, so that the plan does not change the mathematics"
-    ]
+    again, found = len(profile.exact.recompute), []
+    if again and recipe.activations.pamm is not None:
+        found.append(
+            f"activations.pamm saves nothing in the {again} recomputed blocks, which keep their own input only; their "
+            "gradients are approximate all the same, so that the plan does not change the mathematics"
+        )
+    if again and recipe.optimizer.name == "compact":
+        found.append(
+            f"optimizer compact saves gradients and states in the {again} recomputed blocks, and no activations: they "
+            "keep their own input only"
+        )
+    return found
 
 
 def _notes(
