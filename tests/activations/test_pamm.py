@@ -38,6 +38,9 @@ def test_every_row_a_generator_is_exact(eps: float | None, dtype: torch.dtype) -
     found = weight_gradient(compress(x, torch.arange(37), eps), dy)
     tolerance = 1e-13 if dtype == torch.float64 else 2e-6
     torch.testing.assert_close(found, dy.t() @ x, rtol=tolerance, atol=tolerance)
+    columns = weight_gradient(compress(x, torch.arange(37), eps), dy, columns=True)
+    assert columns.is_contiguous()
+    torch.testing.assert_close(columns, found.t(), rtol=tolerance, atol=tolerance)
 
 
 def test_rows_on_the_generators_lines_are_exact_whatever_their_signs() -> None:

@@ -168,8 +168,7 @@ class _Linear(torch.autograd.Function):
             dx = dx.view(*upstream.shape[:-1], dx.shape[1])
             del w
         if ctx.needs_input_grad[1]:
-            dw = weight_gradient(points, dy).to(weight.dtype)
-            dw = dw.t() if ctx.columns else dw
+            dw = weight_gradient(points, dy, ctx.columns).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             db = dy.sum(0)
         return (dx, dw, db, None, *(None for _ in kept))

@@ -120,7 +120,8 @@ def sums_of(points: Points, dy: Tensor) -> Tensor:
     return sums if points.weight is None else sums.mul_(points.weight)
 
 
-def weight_gradient(points: Points, dy: Tensor) -> Tensor:
-    """(m, n) ≈ dYᵀ·X of dy (b, m), in the dtype of the sums."""
+def weight_gradient(points: Points, dy: Tensor, columns: bool = False) -> Tensor:
+    """(m, n) ≈ dYᵀ·X of dy (b, m), in the dtype of the sums; (n, m) for a weight that stores outputs as columns."""
     sums = sums_of(points, dy)
-    return torch.mm(sums.t(), points.generators.to(sums.dtype))
+    wide = points.generators.to(sums.dtype)
+    return torch.mm(wide.t(), sums) if columns else torch.mm(sums.t(), wide)
