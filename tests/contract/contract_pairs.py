@@ -127,6 +127,9 @@ SWITCHES["sst"] = Switch(
     lambda run: "weight" not in run.adapter.module(next(iter(run.adapter.modules)))._parameters,
     overrides=("adapter={name: sst, r: 8, every: 20, warmup: 2}",),
 )
+SWITCHES["sketchtune"] = Switch(
+    _adapter("sketchtune"), overrides=("model.weights={name: sketch, groups: 4}", "adapter=sketchtune")
+)
 SWITCHES["s2-attention"] = Switch(lambda run: run.sparse.runs > 0, overrides=S2)
 #: Low-rank additions made of the same layer: each is switched on by its name.
 KIN = ("rslora", "lora-plus", "dora", "olora", "pissa", "gradnormlorp", "relora", "loftq")

@@ -126,6 +126,7 @@ S2FT = ("adapter={name: s2ft, v: 0.5, o: 0.25, u: 0.05, d: 0.1}",)
 S2FT_GRADIENT = ("adapter={name: s2ft, v: 0.5, o: 0.5, d: 0.1, select: gradient, batches: 1}",)
 QLORA = ("model.weights=nf4", "adapter=lora")
 LOFTQ = ("model.weights=nf4", "adapter={name: loftq, r: 4}")
+SKETCHTUNE = ("model.weights={name: sketch, groups: 2}", "adapter=sketchtune")
 #: A draw within the steps of a resume, and the end of a round.
 SST = ("adapter={name: sst, r: 8, every: 2, warmup: 1, draws: 2}",)
 #: Compact states below the rank of the additions, and a change of basis within the steps of a test.
@@ -246,6 +247,20 @@ TECHNIQUES: dict[str, Technique] = {
     ),
     "gradnormlorp-recompute": Technique({"recompute": (0, 1, 2)}, GRADNORMLORP, base="gradnormlorp"),
     "sketch-lora": Technique(overrides=("model.weights={name: sketch, groups: 2}", "adapter=lora")),
+    "sketchtune": Technique(overrides=SKETCHTUNE),
+    "sketchtune-2-bit": Technique(
+        overrides=(
+            "model.weights={name: sketch, bits: 2, groups: 3}",
+            "adapter={name: sketchtune, targets: '.*proj|.*c_.*'}",
+        )
+    ),
+    "sketchtune-recompute": Technique({"recompute": (0, 2)}, SKETCHTUNE, base="sketchtune"),
+    "sketchtune-accumulation": Technique({"micro_rows": 1}, SKETCHTUNE, base="sketchtune", reordered=True),
+    "sketchtune-in-backward": Technique({"in_backward": True}, SKETCHTUNE, base="sketchtune"),
+    "sketchtune-8-bit": Technique(overrides=(*SKETCHTUNE, "optimizer=adamw8bit")),
+    "sketchtune-bf16": Technique(overrides=(*SKETCHTUNE, "precision=bf16")),
+    "sketchtune-bf16-mixed": Technique(overrides=(*SKETCHTUNE, "precision=bf16-mixed")),
+    "sketchtune-packing": Technique({"micro_rows": 3}, SKETCHTUNE, PACKED),
     "lora-full": Technique(overrides=("adapter={embeddings: true, head: true}",)),
     "s2ft": Technique(overrides=S2FT),
     "s2ft-permuted": Technique(overrides=("adapter={name: s2ft, v: 0.5, o: 0.25, u: 0.05, d: 0.1, permute: true}",)),

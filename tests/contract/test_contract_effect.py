@@ -151,6 +151,15 @@ def test_mutation_a_sliced_layer_that_runs_plain() -> None:
         first_step("s2ft", disable=plain)
 
 
+def test_mutation_a_sketched_layer_that_runs_plain() -> None:
+    def plain(run: Run) -> None:
+        assert run.adapter is not None
+        del run.adapter.module(next(iter(run.adapter.table())).module).forward
+
+    with pytest.raises(EffectError, match="no gradient reached them"):
+        first_step("sketchtune", disable=plain)
+
+
 def test_mutation_a_coded_layer_that_is_dense() -> None:
     def dense(run: Run) -> None:
         block = run.model.get_submodule(run.structure.blocks[1])

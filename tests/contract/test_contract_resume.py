@@ -35,6 +35,8 @@ FAST = [
     ("s2ft-permuted", "llama-tied"),
     ("derivative-stochastic", "llama-tied"),
     ("sst", "gpt2"),
+    ("sketchtune", "gpt2"),
+    ("sketchtune-2-bit", "llama-tied"),
     ("sst-bf16-mixed", "llama-tied"),
     ("qst", "llama-tied"),
     ("s2a-derivative", "gpt2"),

@@ -141,6 +141,9 @@ CASES: dict[str, Case] = {
         )
         for codec in ("nf4", "int8", "int4", "sketch")
     },
+    "sketchtune": Case(
+        ("sketchtune", "sketch"), adapter={"name": "sketchtune"}, weights="sketch", loss=5e-2, weight=None, norms=False
+    ),
     "peft": Case((), than="", lora="peft"),
     "peft-lean": Case((), {**LEAN, "fused": True, "step_in_backward": True}, than="peft", lora="peft", saves=1_000_000,
                       **ORDER),

@@ -7,10 +7,11 @@ from typing import Any
 
 from skimp.adapters.family_facts import LOW_RANK
 from skimp.adapters.side_facts import SIDE
+from skimp.adapters.sketch_facts import SKETCHES
 from skimp.adapters.slice_facts import SLICES
 from skimp.core.registry import Facts
 
-FACTS: list[Facts] = [*LOW_RANK, *SLICES, *SIDE]
+FACTS: list[Facts] = [*LOW_RANK, *SLICES, *SKETCHES, *SIDE]
 
 _WHERE = {
     "Handle": "handle",
@@ -25,6 +26,7 @@ _WHERE = {
     "SST": "sst",
     "SSTSpec": "sst_spec",
     "Served": "s2ft_adapter",
+    "SketchTune": "sketchtune",
     "SliceAdapter": "s2ft_adapter",
     "Spec": "spec",
     "attach_folder": "folder",
@@ -32,7 +34,9 @@ _WHERE = {
     "lora_linear_reference": "linear",
     "match": "targets",
     "measured": "s2ft_scores",
+    "read_grids": "sketch_saved",
     "side_by_side": "s2ft_adapter",
+    "write_grids": "sketch_saved",
 }
 
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from skimp.adapters.merge import Merged
+from skimp.core.coded import Coded
 from skimp.core.coded_model import Coder
 from skimp.core.errors import ConflictError, EffectError, SkimpError
 from skimp.core.events import Event
@@ -54,6 +55,20 @@ class Merging(Protocol):
         Args:
             value: the base's own, float32, which may be changed in place.
             transposed: its layer stores (inputs, outputs), as GPT-2's do.
+        """
+        ...
+
+
+@runtime_checkable
+class CodedMerging(Merging, Protocol):
+    """A saved adapter that changes what a base's codes stand for."""
+
+    def of_codes(self, name: str, coded: Coded, original: Tensor | None) -> Tensor:
+        """The new value of the parameter `name`, (outputs, inputs) float32.
+
+        Args:
+            coded: what its layer was kept in.
+            original: the weight before it was coded, float32 (outputs, inputs), where the change shall go onto that.
         """
         ...
 
@@ -299,11 +314,16 @@ class Handle(ABC):
         Raises:
             ConflictError: PEFT has no such adapter.
         """
-        raise ConflictError(
-            f"adapter '{self.name}' in PEFT's format",
+        raise self.no_peft()
+
+    @classmethod
+    def no_peft(cls) -> ConflictError:
+        """Refusal of what PEFT has no form of."""
+        return ConflictError(
+            f"adapter '{cls.name}' in PEFT's format",
             "no form of it there",
             "PEFT would not know what the tensors mean",
-            "--to merged: one plain model" if self.merges else "--to adapter: a folder that skimp loads on the base",
+            "--to merged: one plain model" if cls.merges else "--to adapter: a folder that skimp loads on the base",
         )
 
     @classmethod

@@ -106,7 +106,7 @@ def product(base: Base, x: Tensor, bias: Tensor | None = None, *, transposed: bo
     if directly is not None:
         few: Tensor = directly
         return few
-    starts = _starts(base)
+    starts = slice_starts(base)
     if len(starts) == 1:
         w = base.dense(x.dtype).t()
         return torch.mm(x, w) if bias is None else torch.addmm(bias, x, w)
@@ -124,7 +124,7 @@ def product_back(base: Base, g: Tensor, *, transposed: bool = False) -> Tensor:
     if isinstance(base, Tensor):
         w = base.to(g.dtype)
         return torch.mm(g, w.t() if transposed else w)
-    starts = _starts(base)
+    starts = slice_starts(base)
     if len(starts) == 1:
         return torch.mm(g, base.dense(g.dtype))
     wide = torch.promote_types(g.dtype, torch.float32)
@@ -140,7 +140,7 @@ def product_back(base: Base, g: Tensor, *, transposed: bool = False) -> Tensor:
     return dx.to(g.dtype)
 
 
-def _starts(base: Coded) -> range:
+def slice_starts(base: Coded) -> range:
     """First rows of slices of at most SLICE numbers and at least one row."""
     outputs, inputs = base.shape
     return range(0, max(1, outputs), max(1, min(outputs, SLICE // max(1, inputs))))

@@ -41,6 +41,8 @@ def export_adapter(found: Found, target: Path, *, force: bool = False) -> dict[s
         CheckpointError: the target is taken, or its disk is full.
     """
     stored = _adapter_of(found, "peft")
+    if stored.method.peft is Handle.peft:
+        raise stored.method.no_peft()
     check_target(target, force, is_our_folder)
     adapter = attached(found, stored)
     tensors = sum(1 for _ in adapter.named_parameters())

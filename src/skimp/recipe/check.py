@@ -32,6 +32,7 @@ def contradictions(recipe: Recipe) -> list[Problem]:
         *_points(recipe),
         *_adapter(recipe),
         *_weights(recipe),
+        *_codebooks(recipe),
         *_layers(recipe),
         *_restart(recipe),
         *_attention(recipe),
@@ -322,6 +323,20 @@ def _weights(recipe: Recipe) -> Iterator[Problem]:
             "model.weights=null: the model itself trains",
         ),
     )
+
+
+def _codebooks(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.model.weights is None and recipe.adapter is not None and recipe.adapter.name == "sketchtune":
+        yield Problem(
+            "model.weights",
+            "sketch, with adapter sketchtune",
+            "null",
+            "what trains are the values of learned codebooks, and a dense weight has none",
+            (
+                "model.weights=sketch: 4 bits a weight and 16 values a row, for 32",
+                "adapter=lora: it goes on a dense base",
+            ),
+        )
 
 
 def _layers(recipe: Recipe) -> Iterator[Problem]:

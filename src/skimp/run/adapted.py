@@ -14,7 +14,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from skimp.adapters.handle import CodedMerging
 from skimp.adapters.loftq import Fitted
+from skimp.core.coded import Coded
 from skimp.core.coded_model import is_transposed, linear_layers
 from skimp.core.errors import CheckpointError, ConflictError
 from skimp.core.registry import load
@@ -134,14 +136,20 @@ class AdaptedTensors:
         if isinstance(self.merging, Fitted):
             self.merging.coded = self.codec is not None
         trained = next((n for n in self._names if self._owner.get(n) == name), None)
+        kept = None
         if trained is not None:
             value = self.get(trained)
-        elif self.codec is not None and name in self._coded:
-            value = self._decoded(name, value)
+        else:
+            kept = self._kept(name, value)
+        if trained is None and self.codec is not None and name in self._coded:
+            value = self._decoded(name, value) if kept is None else self._turned(name, kept.dense())
         if self.merging is None or name not in self._changed:
             return value.to(self._specs[name].dtype)
-        transposed = is_transposed(self._model.get_submodule(name.rpartition(".")[0]))
         with torch.no_grad():
+            if isinstance(self.merging, CodedMerging) and kept is not None:
+                original = None if self.codec is not None else self._turned(name, value).float()
+                return self._turned(name, self.merging.of_codes(name, kept, original))
+            transposed = is_transposed(self._model.get_submodule(name.rpartition(".")[0]))
             return self.merging.apply(name, value.to(torch.float32, copy=True), transposed)
 
     def _decoded(self, name: str, value: Tensor) -> Tensor:
@@ -153,6 +161,18 @@ class AdaptedTensors:
         else:
             seen = self.codec.decode(self.codec.encode(rows), rows.shape, self.dtype)
         return (seen.t() if turned else seen).contiguous()
+
+    def _kept(self, name: str, value: Tensor) -> Coded | None:
+        """The codes that training saw of a weight, where the adapter is one of codes."""
+        codec = self.kept_in
+        if codec is None or name not in self._coded or not isinstance(self.merging, CodedMerging):
+            return None
+        rows = self._turned(name, value)
+        return Coded(codec.encode(rows), codec, rows.shape, self.dtype)
+
+    def _turned(self, name: str, value: Tensor) -> Tensor:
+        """From the layout of files to (outputs, inputs) and back: GPT-2's are stored the other way."""
+        return value.t().contiguous() if is_transposed(self._coded[name]) else value
 
     def names(self) -> list[str]:
         """Of the adapter's own tensors."""

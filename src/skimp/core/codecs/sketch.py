@@ -116,12 +116,41 @@ class Sketch:
         self, parts: Mapping[str, Tensor], shape: Sequence[int], start: int, stop: int, dtype: torch.dtype
     ) -> Tensor:
         """Rows start:stop of a matrix of `shape`, (stop - start, columns)."""
-        codes, each = parts["codes"][start:stop], 8 // self.bits
+        grid = parts["grid"][start:stop].reshape(-1, 2**self.bits)
+        grid = grid.to(torch.promote_types(grid.dtype, torch.float32))
+        values = grid.gather(1, self._split(parts["codes"][start:stop]).view(grid.shape[0], -1))
+        return values.view(stop - start, -1)[:, : shape[1]].to(dtype).contiguous()
+
+    def sums(self, parts: Mapping[str, Tensor], shape: Sequence[int], start: int, stop: int, values: Tensor) -> Tensor:
+        """The transpose of `rows` as a map of grids: of numbers at weights the sum over all that have one code.
+
+        A gradient of rows start:stop becomes that of their grids. In one order of additions whatever the number of
+        threads: each row is summed by itself.
+
+        Args:
+            values: (stop - start, columns).
+
+        Returns:
+            (stop - start, groups, 2^b), in float32 or what is wider of `values`.
+        """
+        kind = torch.promote_types(values.dtype, torch.float32)
+        codes = self._split(parts["codes"][start:stop]).view((stop - start) * self.groups, -1)
+        padded = self.groups * self._width(shape[1]) - shape[1]
+        wide = torch.nn.functional.pad(values.to(kind), (0, padded)).view(codes.shape)
+        made = values.new_zeros(codes.shape[0], 2**self.bits, dtype=kind)
+        if values.device.type == "cpu":
+            made.scatter_add_(1, codes, wide)
+        else:  # elsewhere a scatter adds in any order, and a resume would not be the same run
+            for k in range(2**self.bits):
+                made[:, k] = wide.masked_fill(codes != k, 0.0).sum(1)
+        return made.view(stop - start, self.groups, -1)
+
+    def _split(self, codes: Tensor) -> Tensor:
+        """(rows, codes of a row) int64 of packed ones, those of the columns beyond the last among them."""
+        each = 8 // self.bits
         shifts = [self.bits * (each - 1 - k) for k in range(each)]
         split = torch.stack([codes.bitwise_right_shift(s).bitwise_and_(2**self.bits - 1) for s in shifts], 2)
-        grid = parts["grid"][start:stop].reshape(-1, 2**self.bits).to(torch.float32)
-        values = grid.gather(1, split.view(grid.shape[0], -1).to(torch.int64))
-        return values.view(stop - start, -1)[:, : shape[1]].to(dtype).contiguous()
+        return split.view(codes.shape[0], -1).to(torch.int64)
 
     def nbytes(self, shape: Sequence[int]) -> int:
         return sum(count(size) * dtype.itemsize for size, dtype in self.spec(shape).values())

@@ -1,0 +1,121 @@
+"""Trained codebooks apart from any model: held against the codes they belong to, as changes of weights, in a file.
+
+An adapter is the shifts of grids alone, 4 g K bytes a row in float32. The codes are the base's: a base that is encoded
+again gives the same bits, and a checksum of each layer's says when it did not (another base, another number of groups).
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from skimp.adapters.sketch_linear import moved
+from skimp.core.coded import Coded
+from skimp.core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from skimp.adapters.handle import Handle
+
+SHIFT = "sketch_shift"
+_META = "skimp_adapter"
+
+
+def sum_of(parts: Mapping[str, Tensor]) -> int:
+    """crc32 of one layer's codes, and of its grids after them."""
+    total = 0
+    for key in ("codes", "grid"):
+        total = zlib.crc32(parts[key].detach().cpu().contiguous().numpy().data, total)  # host value: numpy
+    return total
+
+
+def check_codes(name: str, found: int, trained_on: Mapping[str, int] | None) -> None:
+    """Refuse codebooks on other codes than theirs.
+
+    Args:
+        name: the layer. found: `sum_of` its parts here. trained_on: as the adapter says.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    expected = (trained_on or {}).get(name)
+    if found != expected:
+        raise CheckpointError(
+            f"trained codebooks on {name}",
+            f"codes with checksum {found:08x}" if expected is not None else "a layer they were not trained on",
+            "" if expected is None else f"they were trained on {expected:08x}; on other codes they are other weights",
+            "the base, the bits and the groups of that time",
+        )
+
+
+class Grids:
+    """Saved shifts as changes of weights; see `skimp.adapters.handle.CodedMerging`.
+
+    Args:
+        layers: names of the tuned layers. get: reads one saved tensor. sums: checksum of each layer's codes.
+    """
+
+    def __init__(self, layers: Sequence[str], get: Callable[[str], Tensor], sums: Mapping[str, int] | None) -> None:
+        self.changed = frozenset(f"{name}.weight" for name in layers)
+        self._get, self._checksums = get, sums
+
+    def of_codes(self, name: str, coded: Coded, original: Tensor | None) -> Tensor:
+        """(outputs, inputs) float32: what training computed with, or with `original` that weight and the change.
+
+        Raises:
+            CheckpointError: the codes are not those that the shifts were trained on.
+        """
+        layer = name.removesuffix(".weight")
+        check_codes(layer, sum_of(coded.parts), self._checksums)
+        trained = moved(coded, self._get(f"{layer}.{SHIFT}")).dense(torch.float32)
+        if original is None:
+            return trained
+        return trained.sub_(coded.dense(torch.float32)).add_(original)
+
+    def apply(self, name: str, value: Tensor, transposed: bool) -> Tensor:
+        """Never: a shift is of codes, and a dense weight has none."""
+        raise NotImplementedError(f"{name}: codebooks go through of_codes")
+
+
+def write_grids(path: Path, adapter: Handle, base: str = "") -> int:
+    """Everything an adapter on codes needs beside its base, as one safetensors file; returns its bytes.
+
+    Args:
+        path: the file. adapter: a `SketchTune`. base: name of the model it is for, noted.
+    """
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.named_state()}
+    save_file(tensors, path, {_META: json.dumps({**adapter.meta(), "base": base})})
+    return path.stat().st_size
+
+
+def read_grids(path: Path, adapter: Handle) -> None:
+    """Fill an adapter that lies on the base of that time, in this or another process.
+
+    Raises:
+        CheckpointError: no such adapter in the file, other layers, or a base with other codes.
+        SkimpError: shapes that differ.
+    """
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        meta = json.loads((file.metadata() or {}).get(_META, "{}"))
+        if meta.get("name") != adapter.name:
+            raise CheckpointError(f"trained codebooks from {path}", f"{meta.get('name') or 'no adapter of skimp'}")
+        there, wanted = set(file.keys()), {name for name, _ in adapter.named_state()}
+        if there != wanted:
+            odd = sorted(there ^ wanted)
+            raise CheckpointError(
+                f"trained codebooks from {path}",
+                f"{len(there)} tensors and {len(wanted)} wanted, first apart {odd[0]}",
+                "it was trained on other layers",
+                f"targets: {meta.get('targets')}",
+            )
+        adapter.load(file.get_tensor)
+        adapter.load_values({"codes": meta["codes"]})
