@@ -11,7 +11,7 @@ from session_cases import Heard, lines, merged
 from transformers import AutoModelForCausalLM
 
 import skimp
-from skimp.core.errors import CheckpointError, ConflictError, RecipeError
+from skimp.core.errors import CheckpointError, ConflictError, EffectError, RecipeError
 from skimp.export.adapter import export_adapter
 from skimp.export.loss_change import loss_change
 from skimp.export.merged import export_merged
@@ -67,6 +67,45 @@ def test_trained_codebooks_are_resumed_to_the_bit_and_read_and_merged_as_trained
     assert not (tmp_path / "peft").exists()
 
 
+def test_codes_learned_from_text_are_in_the_checkpoint_and_planned(
+    recipe: dict[str, Any], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"name": "sketchtune", "calibrate": 3}
+    voice = Heard()
+    whole = start(recipe, tiny_folder, voice, adapter=asked, output=str(tmp_path / "whole"))
+    told = "\n".join(voice.said)
+    assert "sketches of 14 layers learned from 3 rows" in told
+    heard = Heard()
+    plain = start(recipe, tiny_folder, heard, output=str(tmp_path / "plain"))
+    phases, without = (one.plans[0].profile.phases for one in (voice, heard))
+    assert phases.keys() - without.keys() == {"calibrate"}
+    assert phases["calibrate"] > 1_000_000
+    assert whole.summary["loss_first"] != plain.summary["loss_first"]
+    start(recipe, tiny_folder, Heard(stop_at=3), adapter=asked)
+    monkeypatch.setattr("skimp.run.calibrated.calibrate", lambda *a, **k: pytest.fail("learned once more"))
+    outcome = start(recipe, tiny_folder, resume=True, adapter=asked)
+    assert [s["loss"] for s in lines(outcome.folder / "metrics.jsonl")] == [
+        s["loss"] for s in lines(whole.folder / "metrics.jsonl")
+    ]
+    ids = torch.arange(1, 20).unsqueeze(0)
+    with find(str(outcome.folder)) as found:
+        export_merged(found, tmp_path / "merged")
+        assert abs(loss_change(found, tmp_path / "merged", "dequantised")["change"]) < 1e-5
+    with find(str(outcome.folder)) as found:
+        seen = open_model(found).head.logits_of(ids, torch.arange(19).unsqueeze(0))
+    with torch.no_grad():
+        written = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
+    torch.testing.assert_close(written, seen.view_as(written), atol=1e-5, rtol=1e-5)
+
+
+def test_mutation_codes_that_were_to_be_learned_and_are_not(
+    recipe: dict[str, Any], tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skimp.run.calibrated.calibrate", lambda *a, **k: [])
+    with pytest.raises(EffectError, match=r"learned from text[\s\S]*14 are plain k-means"):
+        start(recipe, tiny_folder, adapter={"name": "sketchtune", "calibrate": 3})
+
+
 def test_a_resume_whose_codes_are_others_is_refused(
     recipe: dict[str, Any], tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +120,13 @@ def test_a_resume_whose_codes_are_others_is_refused(
     [
         (None, "sketchtune", RecipeError, r"model\.weights[\s\S]*sketch, with adapter sketchtune"),
         ("nf4", "sketchtune", ConflictError, r"learned codebook[\s\S]*model\.weights=sketch"),
-        ("sketch", {"name": "sketchtune", "r": 4}, RecipeError, r"adapter\.r[\s\S]*sketchtune takes targets"),
+        (
+            "sketch",
+            {"name": "sketchtune", "r": 4},
+            RecipeError,
+            r"sketchtune takes targets, calibrate",
+        ),
+        ("sketch", {"name": "sketchtune", "calibrate": -1}, RecipeError, r"adapter\.calibrate"),
         ("sketch", {"name": "sketchtune", "targets": ["q_porj"]}, Exception, r"did you mean 'q_proj'"),
     ],
 )

@@ -63,6 +63,10 @@ class Merging(Protocol):
 class CodedMerging(Merging, Protocol):
     """A saved adapter that changes what a base's codes stand for."""
 
+    def kept(self, name: str, codec: Any, shape: torch.Size, dtype: torch.dtype) -> Coded | None:
+        """What the layer of the parameter `name` was kept in, where the adapter brings its own codes, else None."""
+        ...
+
     def of_codes(self, name: str, coded: Coded, original: Tensor | None) -> Tensor:
         """The new value of the parameter `name`, (outputs, inputs) float32.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from skimp.core.option import Option
 from skimp.core.registry import Conflict, Facts, Paper
 
 _NO_CODEBOOK = Conflict(
@@ -27,5 +28,16 @@ SKETCHES: list[Facts] = [
         recipe="model: {name: …, weights: {name: sketch, groups: 4}}\nadapter: sketchtune\ntrain: {lr: 5.0e-5}",
         conflicts=dict.fromkeys(("nf4", "int8", "int4"), _NO_CODEBOOK),
         shared=("targets",),
+        options={
+            "calibrate": Option(
+                0,
+                "Rows of the run's own text from which codes and codebooks are learned, for the inputs they will see; "
+                "checkpoints then hold the codes too. 0: plain k-means of the weights.",
+                least=0,
+                kind="whole",
+            ),
+            "power": Option(4.0, "With calibrate: how much more a column counts the more outputs hang on it.", least=0),
+            "damping": Option(0.1, "With calibrate: share of the mean second moment added to all of them.", above=0),
+        },
     ),
 ]

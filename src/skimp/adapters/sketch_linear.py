@@ -63,7 +63,7 @@ class _SketchedLinear(torch.autograd.Function):
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         ctx.base, ctx.dtype, ctx.shape, ctx.x_dtype, ctx.again = base, dtype, x.shape, x.dtype, None
-        kept = (x,)
+        kept: tuple[Tensor, ...] = (x,)
         if made is not None and ctx.needs_input_grad[2]:
             made.again.readers += 1
             ctx.again, kept = made.again, made.inputs

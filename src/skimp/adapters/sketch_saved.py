@@ -10,19 +10,22 @@ import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from skimp.adapters.sketch_linear import moved
 from skimp.core.coded import Coded
+from skimp.core.coded_linear import PREFIX
 from skimp.core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from skimp.adapters.handle import Handle
 
 SHIFT = "sketch_shift"
+#: On a layer whose codes were learned from text.
+LEARNED = "_skimp_learned"
 _META = "skimp_adapter"
 
 
@@ -57,12 +60,19 @@ class Grids:
     """Saved shifts as changes of weights; see `skimp.adapters.handle.CodedMerging`.
 
     Args:
-        layers: names of the tuned layers. get: reads one saved tensor. sums: checksum of each layer's codes.
+        layers: names of the tuned layers. get: reads one saved tensor. meta: the adapter's.
     """
 
-    def __init__(self, layers: Sequence[str], get: Callable[[str], Tensor], sums: Mapping[str, int] | None) -> None:
+    def __init__(self, layers: Sequence[str], get: Callable[[str], Tensor], meta: Mapping[str, Any]) -> None:
         self.changed = frozenset(f"{name}.weight" for name in layers)
-        self._get, self._checksums = get, sums
+        self._get, self._checksums, self._own = get, meta["codes"], meta["own_codes"]
+
+    def kept(self, name: str, codec: Any, shape: torch.Size, dtype: torch.dtype) -> Coded | None:
+        """What a layer was kept in, where the adapter brings its own codes; None: what the codec makes of the base."""
+        if not self._own or name not in self.changed:
+            return None
+        layer = name.removesuffix(".weight")
+        return Coded({key: self._get(f"{layer}.{PREFIX}{key}") for key in codec.spec(shape)}, codec, shape, dtype)
 
     def of_codes(self, name: str, coded: Coded, original: Tensor | None) -> Tensor:
         """(outputs, inputs) float32: what training computed with, or with `original` that weight and the change.

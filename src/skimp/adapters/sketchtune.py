@@ -23,7 +23,7 @@ from skimp.adapters.handle import Handle, Row
 from skimp.adapters.lora import few_blocks
 from skimp.adapters.merge import Merged, largest_gap
 from skimp.adapters.sketch_linear import moved, sketched_linear
-from skimp.adapters.sketch_saved import SHIFT, Grids, check_codes, sum_of
+from skimp.adapters.sketch_saved import LEARNED, SHIFT, Grids, check_codes, sum_of
 from skimp.adapters.spec import ALL_LINEAR, Spec
 from skimp.adapters.targets import adapted, match
 from skimp.core.coded_linear import PREFIX, CodedLinear
@@ -42,6 +42,8 @@ class SketchTune(Handle):
             real or simulated; everything in it is frozen.
         structure: its roles, read from the model when None.
         targets: which layers, as LoRA's: all of them, names, or an expression.
+        own_codes: codes and grids are not what the base's codec makes of its weights (`sketch_calibrate`): what is
+            saved holds them.
 
     Raises:
         ConflictError: a layer that is no sketch, or an adapter that is there already.
@@ -60,6 +62,7 @@ class SketchTune(Handle):
         model: nn.Module,
         structure: Structure | None = None,
         targets: str | tuple[str, ...] = ALL_LINEAR,
+        own_codes: bool = False,
     ) -> None:
         self.model, self.structure = model, structure or read_structure(model)
         taken = adapted(model, self.structure)
@@ -70,11 +73,13 @@ class SketchTune(Handle):
                 "two additions to one layer: the second would be exported without the first",
                 "merge or detach the first",
             )
-        self.targets = targets
+        self.targets, self.own_codes = targets, own_codes
         self.modules = match(model, self.structure, targets)
         self._check()
         self._kept: dict[str, Tensor] | None = None
         self._sums: dict[str, int] = {}
+        self._trained_on: Mapping[str, int] = {}  # of a rebuilt one
+        self._brought = False  # its own codes have taken the place of the base's
         self._freeze_base()
         for name in self.modules:
             self._attach(self.module(name))
@@ -110,18 +115,21 @@ class SketchTune(Handle):
 
     @classmethod
     def attach(cls, model: nn.Module, structure: Structure, asked: Mapping[str, Any], seed: int) -> SketchTune:
-        return cls(model, structure, asked["targets"])
+        return cls(model, structure, asked["targets"], bool(asked["calibrate"]))
 
     @classmethod
     def rebuild(cls, model: nn.Module, structure: Structure, meta: Mapping[str, Any]) -> SketchTune:
         targets = meta["targets"]
-        return cls(model, structure, targets if isinstance(targets, str) else tuple(targets))
+        own = bool(meta["own_codes"])
+        made = cls(model, structure, targets if isinstance(targets, str) else tuple(targets), own)
+        made._trained_on = meta["codes"]
+        return made
 
     @classmethod
     def merging(
         cls, meta: Mapping[str, Any], names: frozenset[str], get: Callable[[str], Tensor], device: str = "cpu"
     ) -> Grids:
-        return Grids([n.removesuffix(f".{SHIFT}") for n in names if n.endswith(f".{SHIFT}")], get, meta.get("codes"))
+        return Grids([n.removesuffix(f".{SHIFT}") for n in names if n.endswith(f".{SHIFT}")], get, meta)
 
     @classmethod
     def few(cls, asked: Mapping[str, Any], model: nn.Module, structure: Structure) -> dict[str, Any]:
@@ -133,7 +141,7 @@ class SketchTune(Handle):
 
     def meta(self) -> dict[str, Any]:
         targets = self.targets if isinstance(self.targets, str) else list(self.targets)
-        return {"name": self.name, "targets": targets, "codes": self.codes()}
+        return {"name": self.name, "targets": targets, "own_codes": self.own_codes, "codes": self.codes()}
 
     def codes(self) -> dict[str, int]:
         """crc32 of every layer's codes: shifts mean something on these alone. Nothing where they are simulated."""
@@ -147,16 +155,35 @@ class SketchTune(Handle):
         return {"codes": self.codes()}
 
     def load_values(self, values: Mapping[str, Any]) -> None:
-        """Hold the base's codes against those that were trained on.
+        """Hold the codes against those that were trained on: the base's, or those that `load` has put in their place.
 
         Raises:
             CheckpointError: names the first layer whose codes are others.
         """
+        self._sums, self._brought = {}, self.own_codes
         for name, found in self.codes().items():
             check_codes(name, found, values.get("codes"))
 
+    @torch.no_grad()
+    def load(self, tensors: Callable[[str], Tensor]) -> None:
+        """As any adapter's; a rebuilt one is then held against the codes it was trained on.
+
+        Raises:
+            SkimpError: a shape that differs. CheckpointError: other codes.
+        """
+        super().load(tensors)
+        if self._trained_on:
+            self.load_values({"codes": self._trained_on})
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((f"{name}.{SHIFT}", getattr(self.module(name), SHIFT)) for name in self.modules)
+
+    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+        """The shifts, and the codes and grids they are of where the base alone does not give these."""
+        yield from self.named_parameters()
+        for name in self.modules if self.own_codes else ():
+            for key, part in self.module(name).parts().items():
+                yield f"{name}.{PREFIX}{key}", part
 
     def additions(self) -> Iterator[Tensor]:
         yield from self.parameters()
@@ -169,12 +196,20 @@ class SketchTune(Handle):
         return rows
 
     def assert_effect(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-        """Every codebook moved.
+        """Every codebook moved, and codes that were to be learned from text were.
 
         Raises:
             EffectError: names those that did not, or the base trains.
         """
         self.check_frozen()
+        plain = [n for n in self.modules if not getattr(self.module(n), LEARNED, False)]
+        if self.own_codes and not self._brought and plain:
+            raise EffectError(
+                "sketches learned from text (adapter.calibrate)",
+                f"{len(plain)} are plain k-means, first {plain[0]}",
+                "nothing learned them before the adapter was attached",
+                "skimp.adapters.sketch_calibrate.calibrate, or skimp train",
+            )
         still = [n for n, _ in self.named_parameters() if read((before[n] != after[n]).any(), expect=1.0) == 0.0]
         if still:
             raise EffectError(
@@ -202,6 +237,7 @@ class SketchTune(Handle):
         if self.merged:
             raise ConflictError("merge", "merged already", instead="unmerge first")
         logits = None if probe is None else probe().float()
+        self.codes()  # as they were trained on
         self._kept = {} if keep else None
         change = lost = 0.0
         for name in self.modules:
@@ -238,11 +274,25 @@ class SketchTune(Handle):
     def detach(self, base: Mapping[str, Tensor] | None = None) -> None:
         """The sketched base as it was, to the bit, training what it trained before.
 
+        Args:
+            base: codes and grids by their names in the state dict; needed where the adapter has brought its own.
+
         Raises:
-            ConflictError: merged without `keep`.
+            ConflictError: merged without `keep`, or the base's codes are not given.
         """
+        own = [n for n, _ in self.named_state() if not n.endswith(f".{SHIFT}")] if self._brought else []
+        missing = [n for n in own if n not in (base or {})]
+        if missing:
+            raise ConflictError(
+                "detach, which restores the base to the bit",
+                f"{len(missing)} of its codes and grids are not given, first {missing[0]}",
+                "the adapter came with its own, which have taken their place",
+                "detach(base=state_dict of the base), or load the base again",
+            )
         if self.merged:
             self.unmerge()
+        for name in own:
+            self.model.get_buffer(name).copy_((base or {})[name])
         for name in self.modules:
             del self.module(name).forward
             self.module(name)._parameters.pop(SHIFT)

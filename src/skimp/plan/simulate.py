@@ -33,6 +33,7 @@ from skimp.plan.sharded import largest_unit, sharded
 from skimp.plan.unfakeable import or_measured, told
 from skimp.run import offloaded
 from skimp.run.build import DTYPES, Run, build
+from skimp.run.calibrated import calibration_phase
 from skimp.run.choosing import choose_on_text
 from skimp.run.tensor_bytes import CHUNK
 from skimp.run.weights import init_scratch
@@ -140,7 +141,8 @@ def simulate(
     # A checkpoint is written and read in place, what cannot be through one buffer; so are states that live elsewhere.
     phases["save"] = phases["resume"] = rest + CHUNK * (1 if rule.away is None else 2)
     if run.adapter is not None:
-        phases |= {phase: rest + above for phase, above in run.adapter.peaks().items()}
+        above = {**run.adapter.peaks(), **calibration_phase(recipe, run.model, run.structure)}
+        phases |= {phase: rest + more for phase, more in above.items()}
     micro = -(-recipe.rows_per_step // exact.micro_rows)
     compute, flops, fresh = meter.of_step(micro)
     often = micro / min(micro, micro_batches or micro)

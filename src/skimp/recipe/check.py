@@ -33,6 +33,7 @@ def contradictions(recipe: Recipe) -> list[Problem]:
         *_adapter(recipe),
         *_weights(recipe),
         *_codebooks(recipe),
+        *_calibration(recipe),
         *_layers(recipe),
         *_restart(recipe),
         *_attention(recipe),
@@ -336,6 +337,18 @@ def _codebooks(recipe: Recipe) -> Iterator[Problem]:
                 "model.weights=sketch: 4 bits a weight and 16 values a row, for 32",
                 "adapter=lora: it goes on a dense base",
             ),
+        )
+
+
+def _calibration(recipe: Recipe) -> Iterator[Problem]:
+    rows = 0 if recipe.adapter is None else getattr(recipe.adapter, "calibrate", 0) or 0
+    if rows and recipe.model.init == "scratch":
+        yield Problem(
+            "adapter.calibrate",
+            "0, with model.init scratch",
+            f"{rows}",
+            "weights are read once more when their codes are learned, and those drawn at random lie nowhere",
+            ("adapter.calibrate=0: codebooks by plain k-means", "model.init=pretrained"),
         )
 
 

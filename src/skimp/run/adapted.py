@@ -168,6 +168,10 @@ class AdaptedTensors:
         if codec is None or name not in self._coded or not isinstance(self.merging, CodedMerging):
             return None
         rows = self._turned(name, value)
+        if isinstance(self.merging, CodedMerging):
+            own = self.merging.kept(name, codec, rows.shape, self.dtype)
+            if own is not None:
+                return own
         return Coded(codec.encode(rows), codec, rows.shape, self.dtype)
 
     def _turned(self, name: str, value: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from skimp.run import faults, rule_table
 from skimp.run.adapt import check_continued, table_lines
 from skimp.run.base import Fingerprinted
 from skimp.run.build import Run, build
+from skimp.run.calibrated import calibrated
 from skimp.run.checkpoint_folder import latest
 from skimp.run.choosing import choose_on_text, first_batches
 from skimp.run.coded_base import coded_words
@@ -203,8 +204,10 @@ def train(
         give_back()
         reset_peak()
         started = time.perf_counter()
-        first, begin = stream.state_dict(), _filler(recipe, source, voice)
-        base = Fingerprinted(begin) if recipe.adapter is not None else None
+        first, plain = stream.state_dict(), _filler(recipe, source, voice)
+        begin = calibrated(recipe, source, text, plain, voice.say)
+        # What was learned from text is in the checkpoint.
+        base = Fingerprinted(begin if saved is None else plain) if recipe.adapter is not None else None
         fill = base or (weights_from(saved) if saved is not None else begin)
         run = build(recipe, plan.exact, source.config, fill=fill)
         stack.callback(run.close)

@@ -27,7 +27,7 @@ def test_bytes_are_the_formula_and_rows_are_the_whole(codec: Sketch, shape: tupl
     whole = codec.decode(parts, shape, torch.float32)
     assert torch.equal(codec.rows(parts, shape, shape[0] - 1, shape[0], torch.float32), whole[-1:])
     # Every weight is the value of its group's grid that is nearest.
-    grid, width = parts["grid"].float(), codec._width(shape[1])
+    grid, width = parts["grid"].float(), codec.width(shape[1])
     for j in range(shape[1]):
         gap = (x[:, j : j + 1] - grid[:, j // width]).abs().amin(1)
         assert torch.allclose((x[:, j] - whole[:, j]).abs(), gap, atol=1e-7)
