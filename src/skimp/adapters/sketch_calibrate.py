@@ -129,12 +129,12 @@ class _Rows:
             with declared(batch.documents), torch.autocast(kind, torch.bfloat16, self.autocast, cache_enabled=False):
                 self.base(input_ids=batch.ids, position_ids=batch.positions, use_cache=False)
         except _Left:
-            pass
+            return last[0]
         finally:
             hook.remove()
             for block in self.blocks[:index]:
                 del block.forward
-        return last[0]
+        raise SkimpError("a row of text through the model's blocks", f"block {index} did not run", "", "calibrate: 0")
 
     def _passed(self, state: Tensor | None, index: int) -> Any:
         return state if self.alone[index] else (state,)
