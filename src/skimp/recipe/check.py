@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from skimp.core.errors import SkimpError, did_you_mean
 from skimp.core.registry import facts, methods
 from skimp.recipe.attention import known as known_attention
+from skimp.recipe.codebooks import calibration, codebooks
 from skimp.recipe.devices import resolve_gpu
 from skimp.recipe.layers import DEFAULTS as LAYERS
 from skimp.recipe.problem import Problem
@@ -32,8 +33,8 @@ def contradictions(recipe: Recipe) -> list[Problem]:
         *_points(recipe),
         *_adapter(recipe),
         *_weights(recipe),
-        *_codebooks(recipe),
-        *_calibration(recipe),
+        *codebooks(recipe),
+        *calibration(recipe),
         *_layers(recipe),
         *_restart(recipe),
         *_attention(recipe),
@@ -324,32 +325,6 @@ def _weights(recipe: Recipe) -> Iterator[Problem]:
             "model.weights=null: the model itself trains",
         ),
     )
-
-
-def _codebooks(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.model.weights is None and recipe.adapter is not None and recipe.adapter.name == "sketchtune":
-        yield Problem(
-            "model.weights",
-            "sketch, with adapter sketchtune",
-            "null",
-            "what trains are the values of learned codebooks, and a dense weight has none",
-            (
-                "model.weights=sketch: 4 bits a weight and 16 values a row, for 32",
-                "adapter=lora: it goes on a dense base",
-            ),
-        )
-
-
-def _calibration(recipe: Recipe) -> Iterator[Problem]:
-    rows = 0 if recipe.adapter is None else getattr(recipe.adapter, "calibrate", 0) or 0
-    if rows and recipe.model.init == "scratch":
-        yield Problem(
-            "adapter.calibrate",
-            "0, with model.init scratch",
-            f"{rows}",
-            "weights are read once more when their codes are learned, and those drawn at random lie nowhere",
-            ("adapter.calibrate=0: codebooks by plain k-means", "model.init=pretrained"),
-        )
 
 
 def _layers(recipe: Recipe) -> Iterator[Problem]:
