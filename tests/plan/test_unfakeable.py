@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 from test_extend import CONFIGS, recipe
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama import modeling_llama
 
+from skimp.core.child import last_words
 from skimp.core.exact import ExactChoices
+from skimp.core.memory.tracker import Tracker
 from skimp.plan import unfakeable
 from skimp.plan.make import make_plan
 from skimp.plan.simulate import simulate
@@ -65,3 +68,39 @@ def test_the_plan_says_so(reading: list[str]) -> None:
     plan = make_plan(recipe("exact.kernels=plain"), CONFIG, gpu="cpu", memory=4_000_000_000, offer=False)
     assert plan.fits
     assert any("measured on real tensors" in note and "model.layers.0.mlp" in note for note in plan.notes)
+
+
+class Experts(torch.nn.Module):
+    """Two of them, one product; in float32 it has a real form and no simulated one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2, 16, 16))
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(x, self.weight, offs=ends)
+
+
+def test_an_operator_without_a_simulated_form_is_named_quietly(caplog: pytest.LogCaptureFixture) -> None:
+    mode = FakeTensorMode()
+    with mode:
+        model = torch.nn.ModuleDict({"experts": Experts()})
+        x, ends = torch.zeros(8, 16), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(unfakeable.CannotSimulate) as caught, unfakeable.told(model, Tracker()), mode:
+        model["experts"](x, ends)
+    assert "_grouped_mm" in caught.value.found
+    assert "experts (Experts)" in caught.value.found
+    assert "refuses what it is given" in caught.value.why
+    assert not caplog.records
+
+
+def test_what_has_nothing_to_do_with_simulating_is_raised_as_it_is() -> None:
+    with pytest.raises(RuntimeError, match="another"), unfakeable.told(torch.nn.Linear(1, 1), Tracker()):
+        raise RuntimeError("another")
+
+
+def test_the_whole_of_what_a_child_ended_with_is_told() -> None:
+    said = "Traceback (most recent call last):\n  File x\nskimp.Error: a step\n  found:   NaN\n  instead: less\n"
+    assert last_words(said) == "skimp.Error: a step; found:   NaN; instead: less"
+    assert last_words("") == "it said nothing"
+    assert last_words("  File x") == "File x"

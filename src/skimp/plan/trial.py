@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from skimp.core.child import child_environment
+from skimp.core.child import child_environment, last_words
 from skimp.core.errors import DoesNotFit, RecipeError, SkimpError
 from skimp.core.units import format_bytes
 from skimp.plan import history
@@ -109,8 +109,8 @@ def _child(words: dict[str, Any], patience: float) -> dict[str, Any]:
     if done.returncode == 0:
         found: dict[str, Any] = json.loads(done.stdout)
         return found
-    last = done.stderr.decode(errors="replace").strip().splitlines()
-    how = f"ended by signal {-done.returncode}" if done.returncode < 0 else last[-1] if last else "it said nothing"
+    signalled = done.returncode < 0
+    how = f"ended by signal {-done.returncode}" if signalled else last_words(done.stderr.decode(errors="replace"))
     raise SkimpError(
         asked,
         how,

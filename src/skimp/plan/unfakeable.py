@@ -1,15 +1,17 @@
 """Models that cannot be simulated: their next operator depends on a value, and simulated tensors have none.
 
 A forward that branches on a tensor (`if mask.all()`), reads one (`.item()`) or makes a tensor whose shape is data
-(`nonzero`) stops a simulation. The error names module and operator. A run on the CPU is then planned from *measured*
-steps instead: the same few blocks, with random weights, on real tensors under the same tracker, in a process of their
-own. Where planes are fitted and proved through small depths, only those are ever run.
+(`nonzero`) stops a simulation, and so does an operator whose simulated form takes fewer dtypes than its real one (the
+grouped products of experts, in float32). The error names module and operator. A run on the CPU is then planned from
+*measured* steps instead: the same few blocks, with random weights, on real tensors under the same tracker, in a process
+of their own. Where planes are fitted and proved through small depths, only those are ever run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ from typing import Any, ParamSpec
 from torch import nn
 from torch._subclasses import fake_tensor
 
-from skimp.core.child import child_environment
+from skimp.core.child import child_environment, last_words
 from skimp.core.errors import ModelError, SkimpError
 from skimp.core.memory.tracker import Tracker
 from skimp.plan.profile import MemoryProfile
@@ -46,18 +48,40 @@ def told(model: nn.Module, tracker: Tracker) -> Iterator[None]:
     Raises:
         CannotSimulate: in place of torch's exception.
     """
+    said = logging.getLogger(fake_tensor.__name__)  # it prints a traceback of its own before it raises
+    was, said.disabled = said.disabled, True
     try:
         yield
-    except NEEDS_VALUES as error:
+    except (*NEEDS_VALUES, RuntimeError) as error:
+        reads = isinstance(error, NEEDS_VALUES)
+        operator = getattr(error, "func", error) if reads else _without_form(error)
+        if operator is None:
+            raise
         module = _innermost(model, error) or tracker.owner or "outside the model's modules"
         raise CannotSimulate(
             f"simulating a step of {type(model).__name__}",
-            f"{getattr(error, 'func', error)} in {module} ({type(model.get_submodule(module)).__name__})"
+            f"{operator} in {module} ({type(model.get_submodule(module)).__name__})"
             if module in dict(model.named_modules())
-            else f"{getattr(error, 'func', error)} in {module}",
-            "its result depends on values, and simulated tensors have shapes only",
+            else f"{operator} in {module}",
+            "its result depends on values, and simulated tensors have shapes only"
+            if reads
+            else f"its simulated form refuses what it is given: {str(error).strip().splitlines()[0]}",
             ["device=cpu: there a few blocks are measured instead", "a model without control flow that reads tensors"],
         ) from error
+    finally:
+        said.disabled = was
+
+
+def _without_form(error: BaseException) -> Any:
+    """The operator whose simulated form raised this; None where the error came from elsewhere."""
+    operator, inside, at = None, False, error.__traceback__
+    while at is not None:
+        code = at.tb_frame.f_code
+        if code.co_filename == fake_tensor.__file__:
+            operator = at.tb_frame.f_locals.get("func", operator)
+        inside = inside or code.co_filename.endswith("_meta_registrations.py")
+        at = at.tb_next
+    return operator if inside else None
 
 
 def _innermost(model: nn.Module, error: BaseException) -> str | None:
@@ -123,10 +147,9 @@ def _child(words: str) -> str:
         env=child_environment(TRANSFORMERS_VERBOSITY="error"),
     )
     if done.returncode:
-        last = done.stderr.strip().splitlines()
         raise SkimpError(
             "measuring a step of a model that cannot be simulated",
-            f"exit code {done.returncode}: {last[-1] if last else 'it said nothing'}",
+            f"exit code {done.returncode}: {last_words(done.stderr)}",
             "the system ends a process that takes more memory than there is" if done.returncode == -9 else "",
             "a smaller data.seq_len or train.batch_tokens",
         )
