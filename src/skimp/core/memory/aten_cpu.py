@@ -39,6 +39,17 @@ _BINARY = (
 #: oneDNN multiplies half dtypes from 16 x 16 x 16 multiplications on.
 SMALL_PRODUCT = 16**3
 
+#: Half dtypes that it multiplies on this CPU at all: without AVX-512 (or AVX-NE-CONVERT) ATen's own loops do, which
+#: take nothing beside the output. Asked once, here: a question without tensors would be seen by a tracker.
+ONEDNN_HALVES = frozenset(
+    dtype
+    for dtype, supported in (
+        (torch.bfloat16, torch.ops.mkldnn._is_mkldnn_bf16_supported),
+        (torch.float16, torch.ops.mkldnn._is_mkldnn_fp16_supported),
+    )
+    if supported()
+)
+
 
 def _scalar(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """A number becomes a 0-d float64 or int64 of 8 bytes, and one more in the computing dtype if that differs."""
@@ -93,7 +104,7 @@ def _flash_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         size += grad.numel() * grad.itemsize
     if query.dtype in (torch.bfloat16, torch.float16):
         size += threads * 2 * 2 * rows * keys
-        if rows * keys * query.shape[3] > SMALL_PRODUCT:
+        if query.dtype in ONEDNN_HALVES and rows * keys * query.shape[3] > SMALL_PRODUCT:
             share = -(-keys * query.shape[3] // threads)
             size += 4 * threads * (-(-share // 64) * 64) + 132
     return size
@@ -134,7 +145,7 @@ def _strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 def _product(left: int) -> Any:
     """What a matrix product takes beside its output.
 
-    An operand whose numbers lie next to each other neither along rows nor along columns is copied. bfloat16
+    An operand whose numbers lie next to each other neither along rows nor along columns is copied. oneDNN's bfloat16
     without matrix instructions collects float32 sums first, 4 M N bytes shared by the threads, each share rounded up
     to 64 numbers, and 128 bytes (132 where the product is scaled); of a batch each thread has one product at a time.
     CPUs with bfloat16 instructions need less.
@@ -143,7 +154,7 @@ def _product(left: int) -> Any:
     def rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         a, b = args[left], args[left + 1]
         size = sum(t.numel() * t.itemsize for t in (a, b) if 1 not in t.stride()[-2:] and t.numel() > 1)
-        if a.dtype in (torch.bfloat16, torch.float16) and a.numel() * b.shape[-1] > SMALL_PRODUCT:
+        if a.dtype in ONEDNN_HALVES and a.numel() * b.shape[-1] > SMALL_PRODUCT:
             batch, threads = (a.shape[0] if a.dim() == 3 else 1), torch.get_num_threads()
             sums = a.shape[-2] * b.shape[-1]
             shares, share = (threads, -(-sums // threads)) if batch == 1 else (min(threads, batch), sums)
