@@ -257,8 +257,8 @@ def settle(recipe: Any, source: Any, voice: Voice, text_bytes: int = 0) -> tuple
 
     found = plan_recipe(recipe, source, text_bytes=text_bytes)
     # The text is ready by now, so what would change its rows is offered and never taken; nor is what would train
-    # something else than the model.
-    untaken = ("data.", "adapter=")
+    # something else than the model, or make it another.
+    untaken = ("data.", "adapter=", "attention=")
     ways = (a for a in found.alternatives if a.fits and not a.exact)
     open_to = (a for a in ways if not any(word.startswith(untaken) for word in a.overrides))
     offered = next(open_to, None)

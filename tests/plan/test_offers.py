@@ -23,7 +23,7 @@ from skimp.run.weights import init_scratch
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 128, "intermediate_size": 320,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
     "vocab_size": 301, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 RATES = Rates(1e11, 2e10, "a test's")
@@ -46,6 +46,12 @@ def described(tmp_path: Path) -> Any:
 WANTED = {
     (): {"optimizer=adamw8bit", "adapter=lora", "model.weights=nf4", "precision=bf16", "data.seq_len=128"},
     ("adapter={name: lora, r: 4}",): {"model.weights=nf4", "model.weights=int8", "precision=bf16"},
+    ("data.seq_len=1024", "train.batch_tokens=1024"): {
+        "activations.kept_bits=8",
+        "activations.derivative=4",
+        "attention=s2-attention",
+        "attention.stride=2",
+    },
     ("precision=bf16-mixed", "adapter={name: lora, embeddings: true}"): {"optimizer=adamw8bit", "model.weights=nf4"},
 }
 CASES = [pytest.param(case, marks=[pytest.mark.slow] if n != 1 else []) for n, case in enumerate(WANTED)]
@@ -68,7 +74,12 @@ def test_every_offer_is_simulated_ranked_and_runs(described: Any, overrides: tup
         row, again = search.lattice.least(next(iter(search.lattice.roots(in_backward=True)))), 2
         exact = search.exact(row, again)
         tracked = search.full(exact, short=True).phases["train"]
-        assert min(where.resident_peak(tracked, policy) for policy in allowed) == offer.peak_bytes, offer
+        simulated = min(where.resident_peak(tracked, policy) for policy in allowed)
+        if recipe.adapter is None:
+            assert simulated == offer.peak_bytes, offer
+        else:  # few blocks stand for all, so the first one's input has a gradient that a frozen embedding spares it
+            spared = 4 * recipe.train.batch_tokens * CONFIG["hidden_size"]
+            assert simulated <= offer.peak_bytes <= simulated + 1.1 * spared, offer
         took_a_step(changed, exact)
 
 
@@ -84,7 +95,8 @@ def took_a_step(recipe: Any, exact: ExactChoices) -> None:
 def test_auto_takes_what_leaves_the_text_and_the_kind_of_training_alone(
     described: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With an adapter in the recipe a coarser base may be taken; a shorter sequence or an adapter never is."""
+    """With an adapter in the recipe a coarser base may be taken; a shorter sequence, an adapter or another attention
+    never is."""
     said: list[str] = []
     voice: Any = SimpleNamespace(say=said.append, planned=lambda _: None)
 
@@ -92,6 +104,7 @@ def test_auto_takes_what_leaves_the_text_and_the_kind_of_training_alone(
         ways = [
             ("data.seq_len=128",),
             ("adapter=lora", "model.weights=nf4"),
+            ("attention=s2-attention", "attention.stride=2"),
             ("model.weights=nf4",),
             ("optimizer=lion",),
         ]
@@ -106,6 +119,7 @@ def test_auto_takes_what_leaves_the_text_and_the_kind_of_training_alone(
     assert taken.model.weights.name == "nf4"
     assert taken.adapter.name == "lora"
     assert taken.data.seq_len == 256
+    assert taken.attention is None
     assert "model.weights=nf4" in said[0]
     # Without the word nothing is taken.
     kept, plan = skimp.api.settle(described("adapter=lora"), None, voice)
