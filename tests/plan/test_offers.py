@@ -49,8 +49,7 @@ WANTED = {
     ("data.seq_len=1024", "train.batch_tokens=1024"): {
         "activations.kept_bits=8",
         "activations.derivative=4",
-        "attention=s2-attention",
-        "attention.stride=2",
+        "attention={name: s2-attention, local: 8, stride: 2}",
     },
     ("precision=bf16-mixed", "adapter={name: lora, embeddings: true}"): {"optimizer=adamw8bit", "model.weights=nf4"},
 }
@@ -104,7 +103,7 @@ def test_auto_takes_what_leaves_the_text_and_the_kind_of_training_alone(
         ways = [
             ("data.seq_len=128",),
             ("adapter=lora", "model.weights=nf4"),
-            ("attention=s2-attention", "attention.stride=2"),
+            ("attention={name: s2-attention, local: 8, stride: 2}",),
             ("model.weights=nf4",),
             ("optimizer=lion",),
         ]

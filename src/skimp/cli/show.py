@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from rich.console import Console
@@ -129,7 +130,7 @@ def _alternatives(plan: Any, console: Console) -> None:
         table.add_column()
         for other in ways:
             way = Text(other.label)
-            way.append("\n" + " ".join(other.overrides), "bright_black")
+            way.append("\n" + shlex.join(other.overrides), "bright_black")
             verdict = Text("fits", "green") if other.fits else Text("over", "red")
             size, time = format_bytes(other.peak_bytes), f"{short(other.seconds)} a step"
             table.add_row(verdict, size, time, way)

@@ -96,7 +96,7 @@ WAYS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
     (
         "block-sparse attention: windows and strides (on par at 1.3B and 7B when trained so from the start; a dense "
         "checkpoint must get used to it)",
-        ("attention=s2-attention", "attention.local=8", "attention.stride=STRIDE"),
+        ("attention={name: s2-attention, local: 8, stride: STRIDE}",),
         {"attention": "s2-attention"},
     ),
     ("half the sequence, same tokens a step: other text is seen together", ("data.seq_len=HALF",), {"seq": 0.5}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ def plan_markdown(plan: Mapping[str, Any], versions: Mapping[str, Any] | None = 
                 format_bytes(a["peak_bytes"]),
                 format_seconds(a["seconds"]),
                 _cell(a["label"]) + ("" if a["exact"] else " (changes the mathematics)"),
-                f"`{' '.join(a['overrides'])}`" if a["overrides"] else "",
+                f"`{shlex.join(a['overrides'])}`" if a["overrides"] else "",
             )
             for a in others
         ]
