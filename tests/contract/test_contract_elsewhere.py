@@ -180,7 +180,8 @@ def test_two_processes_of_fsdp2_equal_one(sharded: Any, alone: Any, rule: str) -
             assert not torch.equal(two[after][name], weight)
             bound = 0.25 if rule == "adamw4bit" else 0.02  # noise and blocks of 128 lie elsewhere
             assert (two[after][name] - weight).float().norm() < bound * moved
-        elif name in TAILS and not rule.endswith("bf16"):
+        elif rule == "adamw" or (name in TAILS and not rule.endswith("bf16")):
+            # Which tails differ hangs on the width of a register, and the third step's gradients follow them.
             torch.testing.assert_close(two[after][name], weight, rtol=2e-7, atol=2e-9)
         else:
             assert torch.equal(two[after][name], weight), name

@@ -145,7 +145,8 @@ def changes(method: str, profile: Profile) -> dict[str, Any]:
         value = usual.get(key)
         if isinstance(value, int):
             own[key] = min(value, max(1, most))
-    return {"optimizer": {"name": method, **own}}
+    # CompAct never forms the gradients whose norm there would be to clip by.
+    return {"optimizer": {"name": method, **own}} | ({"train": {"clip": None}} if method == "compact" else {})
 
 
 def due(

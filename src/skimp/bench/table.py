@@ -92,7 +92,8 @@ def _facts(profile: Profile, seeds: Sequence[int], results: Results, text: str, 
         f"Learning rate: the best of the ladder {', '.join(f'{r:g}' for r in LADDER)} for seed {seeds[0]}, walked from "
         f"{profile.rungs} neighbours until the best is not at an end of what was tried; (edge) where it still is. "
         f"Perplexity: mean and standard deviation over seeds {', '.join(map(str, seeds))}; the first one also chose "
-        "the rate. Cosine to a tenth, warm-up a tenth, clip 1, no weight decay, float32 unless the method says "
+        "the rate. Cosine to a tenth, warm-up a tenth, clip 1 (CompAct: none), no weight decay, "
+        "float32 unless the method says "
         "otherwise. Ranks are a quarter of the width, bases last a tenth of the run, at most.",
         "",
         f"State bytes are the optimizer's at any one time; the peak is of all tensors in a step, as tracked. Step: "

@@ -19,7 +19,7 @@ from skimp.core.registry import methods
 LADDER = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 FULL, BASE = "full", "base"
 #: Methods that are an adapter on a coded base: name -> (adapter, codec).
-ON_CODES = {"qlora": ("lora", "nf4")}
+ON_CODES = {"qlora": ("lora", "nf4"), "loftq": ("loftq", "nf4"), "sketchtune": ("sketchtune", "sketch")}
 #: Rates of a method over that of LoRA: what trains few or shared numbers moves further in a step.
 FASTER = {"sst": 0.3, "s2a": 3.0}
 
@@ -212,7 +212,7 @@ def chosen(names: Sequence[str], profile: Tuning) -> list[str]:
     Raises:
         SkimpError: a name that is no adapter, nor `full`, nor an adapter on codes.
     """
-    known = [FULL, *(n for n, f in methods().items() if f.kind == "adapter"), *ON_CODES]
+    known = list(dict.fromkeys([FULL, *(n for n, f in methods().items() if f.kind == "adapter"), *ON_CODES]))
     for name in names:
         if name not in known:
             raise SkimpError(f"bench of method '{name}'", "no adapter", instead=did_you_mean(name, known))

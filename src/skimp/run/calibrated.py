@@ -13,6 +13,7 @@ from skimp.adapters.sketch_calibrate import calibrate, peak_bytes
 from skimp.adapters.targets import match
 from skimp.core.batch import Batch
 from skimp.core.coded_linear import CodedLinear, coded_layers
+from skimp.core.errors import DataError
 from skimp.core.structure import Structure, read_structure
 from skimp.run.coded_base import stored_shape
 from skimp.run.stored import names_for, open_stored
@@ -74,9 +75,24 @@ def calibrated(
 
 
 def first_rows(text: Any, recipe: Any, rows: int) -> list[Batch]:
-    """So many rows of the training text from its beginning, by themselves; the run's own stream stays where it is."""
+    """So many rows of the training text from its beginning, by themselves; the run's own stream stays where it is.
+
+    Raises:
+        DataError: the text ends before.
+    """
+    found: list[Batch] = []
     with closing(text.prepared.stream(recipe.data.seq_len)) as stream:
-        return [stream.next_step() for _ in range(rows)]
+        while len(found) < rows:
+            try:
+                found.append(stream.next_step())
+            except StopIteration:
+                raise DataError(
+                    f"adapter.calibrate: {rows} rows of {recipe.data.seq_len} tokens",
+                    f"a text of {len(found)}",
+                    "codes are learned from rows that are there",
+                    f"adapter.calibrate={len(found)}" if found else "adapter.calibrate=0",
+                ) from None
+    return found
 
 
 def calibration_phase(recipe: Any, model: nn.Module, structure: Structure) -> dict[str, int]:
