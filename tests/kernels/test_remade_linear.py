@@ -152,3 +152,13 @@ def test_it_adds_where_the_gradient_lies_also_under_hooks_on_saved_tensors(hooke
         calls[micro_batch] = len([grad for grad in seen if grad is not None])
         assert held is None or weight.grad is held
     assert calls == [1, 1], "autograd was handed the second gradient and added it"
+
+
+def test_a_weight_with_a_hook_shows_it_every_gradient() -> None:
+    weight, seen = nn.Parameter(torch.ones(3, 4)), []
+    weight.register_hook(seen.append)
+    for _ in range(2):
+        linear(torch.ones(2, 4), weight, None, accumulate=True).sum().backward()
+    assert [grad.tolist() for grad in seen] == [[[2.0] * 4] * 3] * 2
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [[4.0] * 4] * 3

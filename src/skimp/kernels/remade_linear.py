@@ -26,7 +26,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, accumulate: bool = Fa
         x: (…, inputs). weight: (outputs, inputs). bias: (outputs,) or None.
         accumulate: add the gradient of a weight that holds one already into it, inside the product: a micro-batch
             after the first neither writes nor reads again 4 bytes a parameter, 0.4 GB of SmolLM2-135M. Autograd is
-            then handed no gradient, so no hook may want to see it.
+            then handed no gradient, so a weight with hooks is left to it.
     """
     made, accumulate = how_made(x), _may_accumulate(weight, accumulate)
     if _plain(x, weight) or (made is None and not accumulate):
@@ -80,7 +80,9 @@ class _Linear(torch.autograd.Function):
             ctx.save_for_backward(weight, *made.inputs)
         ctx.again = None if made is None else made.again
         # Under hooks on saved tensors (recompute, offload, codes) what comes back is an alias, which holds no gradient.
-        ctx.owner, ctx.in_out = weight if accumulate and weight.is_leaf else None, in_out
+        # And a hook on the weight is owed its gradient, which there is none of where it is added in place.
+        ctx.owner = weight if accumulate and weight.is_leaf and not weight._backward_hooks else None
+        ctx.in_out = in_out
         if in_out:
             assert bias is not None  # Conv1D always has one
             return _in_out(x, weight, bias)

@@ -20,6 +20,7 @@ EXTRAS = {
     "gguf": "export to GGUF",
     "hub": "data sets from the Hub",
     "report": "memory.png after a run",
+    "solver": "skimp plan --arena where its own search does not come to an end",
     "tensorboard": "log: tensorboard",
     "trackio": "log: trackio",
     "wandb": "log: wandb",
