@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -104,6 +105,13 @@ def test_an_input_of_three_readers_is_made_once_a_backward_and_let_go() -> None:
     torch.testing.assert_close(weights[0].grad, wanted)
 
 
+def watched(weight: Tensor, seen: list[Any]) -> Any:
+    """Notes what autograd is handed for a weight, unknown to the layer; as long as what is returned lives."""
+    node = weight.view_as(weight).grad_fn.next_functions[0][0]
+    node.register_prehook(lambda grads: seen.append(grads[0]))
+    return node
+
+
 @pytest.mark.parametrize("noted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_second_gradient_is_added_inside_the_product(noted: bool, dtype: torch.dtype) -> None:
@@ -114,7 +122,7 @@ def test_a_second_gradient_is_added_inside_the_product(noted: bool, dtype: torch
     plain, ours = nn.Parameter(weight.clone()), nn.Parameter(weight.clone())
     biases = [nn.Parameter(bias.clone()) for _ in range(2)]
     seen = []
-    ours.register_hook(lambda grad: seen.append(grad))
+    node = watched(ours, seen)  # noqa: F841
     for source in sources:
         nn.functional.linear(double(source), plain, biases[0]).square().sum().backward()
         held = ours.grad
@@ -130,7 +138,7 @@ def test_a_second_gradient_is_added_inside_the_product(noted: bool, dtype: torch
 def test_a_bfloat16_gradient_is_added_by_autograd() -> None:
     weight = nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16))
     seen = []
-    weight.register_hook(lambda grad: seen.append(grad))
+    node = watched(weight, seen)  # noqa: F841
     for _ in range(2):
         linear(torch.ones(2, 4, dtype=torch.bfloat16), weight, None, accumulate=True).sum().backward()
     assert len([grad for grad in seen if grad is not None]) == 2
@@ -142,7 +150,7 @@ def test_it_adds_where_the_gradient_lies_also_under_hooks_on_saved_tensors(hooke
     from torch.utils.checkpoint import checkpoint
 
     weight, seen, calls = nn.Parameter(torch.randn(7, 5)), [], [0, 0]
-    weight.register_hook(lambda grad: seen.append(grad))
+    node = watched(weight, seen)  # noqa: F841
     layer = lambda x: linear(x, weight, None, accumulate=True).tanh()
     for micro_batch in range(2):
         x, held = torch.randn(3, 5, requires_grad=True), weight.grad

@@ -15,6 +15,7 @@ from session_cases import Heard, _own_cache, fingerprints, lines, merged  # noqa
 
 import skimp.api
 from skimp.core.errors import CheckpointError, DataError, NonFiniteError
+from skimp.core.read import is_simulated
 from skimp.run import faults
 from skimp.run.build import Run
 from skimp.run.checkpoint_folder import best_checkpoint, complete_steps
@@ -132,10 +133,12 @@ def test_a_signal_before_the_first_step_leaves_nothing(recipe: dict[str, Any]) -
 
 # ------------------------------------------------------------------------- numbers that are no numbers
 def poison(monkeypatch: pytest.MonkeyPatch, at_step: int, change: Any) -> None:
-    """Apply `change` to the run just before the step after `at_step`."""
+    """Apply `change` to the run just before the step after `at_step`; steps that a plan simulates do not count."""
     plain, done = Run.step, [0]
 
     def step(self: Run, batch: Any) -> Any:
+        if is_simulated(self.head.weight):
+            return plain(self, batch)
         if done[0] == at_step:
             with torch.no_grad():
                 change(self)
