@@ -96,7 +96,7 @@ def test_a_method_with_modules_of_its_own_is_attached_again_and_is_no_set_of_wei
     asked = recipe("shift")
     handle = adapt(model, read_structure(model), asked)
     assert handle is not None
-    assert merging_of(handle.meta(), ["model.norm.shift"], lambda name: torch.zeros(64)) is None
+    assert merging_of(handle.meta(), ["model.norm.shift"], lambda name: torch.zeros(64), model) is None
     value = torch.linspace(-1, 1, 64)
     other = make_tiny("llama")
     again = put_back(other, read_structure(other), handle.meta(), lambda name: value)

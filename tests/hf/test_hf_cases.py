@@ -30,6 +30,7 @@ WITHIN = {
         ("chunked-mlp", "coded-activations", "derivative", "pamm", "s2-attention", "momentum-reset"),
         "a wrapper or an event of skimp's own loop; `attach` has no key for it",
     ),
+    "loftq": "its codes are fitted while each dense weight is read; `attach` meets a model that was read",
 }
 
 

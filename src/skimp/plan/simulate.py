@@ -137,7 +137,8 @@ def simulate(
     rule = run.optimizer
     states = {p: rule.bytes_of(p) for p in rule.parameters() if p in rule.state}  # what rests has none
     # Read in pieces: some rows as the file has them, decoded, cast. A coded layer is there dense, with new parts.
-    phases["load"] = resting["weights"] + max(9 * largest_coded(run.model), 4 * CHUNK)
+    piece = min(CHUNK, 8 * max(p.numel() for p in run.model.parameters()))
+    phases["load"] = resting["weights"] + max(9 * largest_coded(run.model), 4 * piece)
     # A checkpoint is written and read in place, what cannot be through one buffer; so are states that live elsewhere.
     phases["save"] = phases["resume"] = rest + CHUNK * (1 if rule.away is None else 2)
     if run.adapter is not None:
