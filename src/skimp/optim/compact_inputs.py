@@ -27,7 +27,7 @@ from torch import Tensor
 from skimp.core.errors import SkimpError
 from skimp.core.linalg import random_signs
 from skimp.core.noise import normal
-from skimp.core.sharded import Part
+from skimp.core.sharded import Part, local
 from skimp.core.structure import input_name, is_attention_output
 from skimp.optim.bases import Gaussian
 from skimp.optim.inner import Adam, Codec
@@ -118,6 +118,8 @@ class CompAct(Projected):
 
     def turned(self, p: Tensor) -> bool:
         """The inputs are a weight's columns, but for layers that store outputs as columns."""
+        if p not in self._where:  # this process's copy of a replicated one: its group is that of the whole
+            p = next((q for q in self.parameters() if local(q).data_ptr() == p.data_ptr()), p)
         return not self.group_of(p).get("columns", False)
 
     def _directions(self, p: Tensor, asked: float) -> int:
