@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from skimp.adapters import LoRA, SketchTune, Spec, read_grids, write_grids
+from skimp.adapters import LoRA, SketchTune, Spec, attach_folder, save_folder
 from skimp.adapters.sketch_saved import SHIFT, Grids
 from skimp.core.codecs import NF4, Sketch
 from skimp.core.coded_linear import coded_layers
 from skimp.core.coded_model import encode_model
-from skimp.core.errors import CheckpointError, ConflictError, SkimpError
+from skimp.core.errors import CheckpointError, ConflictError, ModelError, SkimpError
 from skimp.core.structure import read_structure
 
 SIZES = {"hidden_size": 64, "intermediate_size": 104, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -138,30 +138,31 @@ def test_weights_of_a_saved_adapter_are_those_that_training_saw(kind: str) -> No
         grids.of_codes(f"{name}.weight", layer.weight, None)
 
 
-def test_an_adapters_file_goes_on_the_same_base_in_a_new_process_and_on_no_other(tmp_path: Path) -> None:
-    base, file = model(), tmp_path / "task.safetensors"
+def test_a_saved_adapter_goes_on_the_same_base_in_a_new_process_and_on_no_other(tmp_path: Path) -> None:
+    base, folder = model(), tmp_path / "task"
     tuned = trained(base)
-    assert write_grids(file, tuned, "tiny") < 4 * sum(p.numel() for p in tuned.parameters()) + 8192
+    save_folder(folder, tuned, "tiny")
+    written = (folder / "adapter.safetensors").stat().st_size
+    assert written < 4 * sum(p.numel() for p in tuned.parameters()) + 8192
     torch.save(logits(base), tmp_path / "logits.pt")
     lines = [
         "import sys, torch, test_sketchtune as t",
-        "from pathlib import Path",
-        "from skimp.adapters import SketchTune, read_grids",
+        "from skimp.adapters import attach_folder",
         "base = t.model()",
-        "read_grids(Path(sys.argv[1]), SketchTune(base))",
+        "attach_folder(sys.argv[1], base)",
         "assert torch.equal(t.logits(base), torch.load(sys.argv[2]))",
     ]
-    command = [sys.executable, "-c", "\n".join(lines), str(file), str(tmp_path / "logits.pt")]
+    command = [sys.executable, "-c", "\n".join(lines), str(folder), str(tmp_path / "logits.pt")]
     subprocess.run(command, check=True, cwd=Path(__file__).parent)
     with pytest.raises(SkimpError, match="shape"):
-        read_grids(file, SketchTune(model(codec=Sketch(4, 1))))
+        attach_folder(folder, model(codec=Sketch(4, 1)))
     other = model()
     layer = next(m for _, m in coded_layers(other))
     layer.take(torch.randn(layer.weight.shape))
     with pytest.raises(CheckpointError, match="other codes they are other weights"):
-        read_grids(file, SketchTune(other))
-    with pytest.raises(CheckpointError, match="other layers"):
-        read_grids(file, SketchTune(model(), targets=("q_proj",)))
+        attach_folder(folder, other)
+    with pytest.raises(ModelError, match="another model's adapter"):
+        attach_folder(folder, model("gpt2"))
 
 
 def test_what_cannot_be_is_refused_and_the_model_stays() -> None:

@@ -34,9 +34,8 @@ _WHERE = {
     "lora_linear_reference": "linear",
     "match": "targets",
     "measured": "s2ft_scores",
-    "read_grids": "sketch_saved",
+    "save_folder": "folder",
     "side_by_side": "s2ft_adapter",
-    "write_grids": "sketch_saved",
 }
 
 

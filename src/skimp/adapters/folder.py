@@ -47,6 +47,16 @@ def write_folder(
     (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
+def save_folder(folder: Path | str, handle: Handle, base: str = "") -> None:
+    """Write an adapter that is on its model; `base` is the name of that model, noted.
+
+    Raises:
+        CheckpointError: as `write_folder`.
+    """
+    tensors = dict(handle.named_state())
+    write_folder(Path(folder), handle.meta(), tensors, tensors.__getitem__, {"name": base})
+
+
 def read_facts(folder: Path) -> dict[str, Any]:
     """What the folder says of the "adapter" and of its "base".
 

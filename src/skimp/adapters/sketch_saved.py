@@ -1,4 +1,4 @@
-"""Trained codebooks apart from any model: held against the codes they belong to, as changes of weights, in a file.
+"""Trained codebooks apart from any model: held against the codes they belong to, as changes of weights.
 
 An adapter is the shifts of grids alone, 4 g K bytes a row in float32. The codes are the base's: a base that is encoded
 again gives the same bits, and a checksum of each layer's says when it did not (another base, another number of groups).
@@ -6,11 +6,9 @@ again gives the same bits, and a checksum of each layer's says when it did not (
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +18,9 @@ from skimp.core.coded import Coded
 from skimp.core.coded_linear import PREFIX
 from skimp.core.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from skimp.adapters.handle import Handle
-
 SHIFT = "sketch_shift"
 #: On a layer whose codes were learned from text.
 LEARNED = "_skimp_learned"
-_META = "skimp_adapter"
 
 
 def sum_of(parts: Mapping[str, Tensor]) -> int:
@@ -90,42 +84,3 @@ class Grids:
     def apply(self, name: str, value: Tensor, transposed: bool) -> Tensor:
         """Never: a shift is of codes, and a dense weight has none."""
         raise NotImplementedError(f"{name}: codebooks go through of_codes")
-
-
-def write_grids(path: Path, adapter: Handle, base: str = "") -> int:
-    """Everything an adapter on codes needs beside its base, as one safetensors file; returns its bytes.
-
-    Args:
-        path: the file. adapter: a `SketchTune`. base: name of the model it is for, noted.
-    """
-    from safetensors.torch import save_file
-
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.named_state()}
-    save_file(tensors, path, {_META: json.dumps({**adapter.meta(), "base": base})})
-    return path.stat().st_size
-
-
-def read_grids(path: Path, adapter: Handle) -> None:
-    """Fill an adapter that lies on the base of that time, in this or another process.
-
-    Raises:
-        CheckpointError: no such adapter in the file, other layers, or a base with other codes.
-        SkimpError: shapes that differ.
-    """
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        meta = json.loads((file.metadata() or {}).get(_META, "{}"))
-        if meta.get("name") != adapter.name:
-            raise CheckpointError(f"trained codebooks from {path}", f"{meta.get('name') or 'no adapter of skimp'}")
-        there, wanted = set(file.keys()), {name for name, _ in adapter.named_state()}
-        if there != wanted:
-            odd = sorted(there ^ wanted)
-            raise CheckpointError(
-                f"trained codebooks from {path}",
-                f"{len(there)} tensors and {len(wanted)} wanted, first apart {odd[0]}",
-                "it was trained on other layers",
-                f"targets: {meta.get('targets')}",
-            )
-        adapter.load(file.get_tensor)
-        adapter.load_values({"codes": meta["codes"]})

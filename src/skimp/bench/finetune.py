@@ -13,14 +13,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from skimp.bench import library, maths, runs, tasks
 from skimp.bench.profiles import due
-from skimp.bench.queue import Queue, Show
+from skimp.bench.queue import Queue
 from skimp.bench.runs import Job, Results
 from skimp.bench.text import cut, documents, write_model
 from skimp.bench.tuning import BASE, LADDER, Grown, Tuning
@@ -34,25 +33,12 @@ NO_BASE = "the base could not be trained: "
 
 
 class Finetune(Queue):
-    """The benchmark in a folder of its own; the same call again goes on where it was stopped.
+    """The benchmark in a folder of its own; the same call again goes on where it was stopped."""
 
-    Args:
-        profile, methods, seeds: what to run.
-        work, jobs, show: see `Queue`.
-    """
+    profile: Tuning
 
-    def __init__(
-        self,
-        profile: Tuning,
-        methods: Sequence[str],
-        seeds: Sequence[int],
-        work: Path,
-        jobs: int,
-        show: Show | None = None,
-    ) -> None:
-        self.profile: Tuning
-        super().__init__(profile, work, jobs, show)
-        self.methods, self.seeds = list(methods), list(seeds)
+    def __init__(self, profile: Tuning, *rest: Any, **more: Any) -> None:
+        super().__init__(profile, *rest, **more)
         # Named after what goes into them: another size never finds what was made for this one.
         self.items = self.work / f"items-{profile.name}-{mark_of(profile.sizes)}"
         self.ground = self.work / f"base-{profile.name}-{mark_of(profile.model, profile.sizes, profile.seq)}"

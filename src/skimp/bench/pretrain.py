@@ -6,13 +6,11 @@ method see the same text in the same order for a seed, so methods differ in thei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from skimp.bench import runs
 from skimp.bench.profiles import Profile, due
-from skimp.bench.queue import Queue, Show
+from skimp.bench.queue import Queue
 from skimp.bench.runs import Job, Results
 from skimp.bench.table import markdown
 from skimp.bench.text import prepare
@@ -21,25 +19,12 @@ TABLE = "pretrain.md"
 
 
 class Pretrain(Queue):
-    """The benchmark in a folder of its own; the same call again goes on where it was stopped.
+    """The benchmark in a folder of its own; the same call again goes on where it was stopped."""
 
-    Args:
-        profile, methods, seeds: what to run.
-        work, jobs, show: see `Queue`.
-    """
+    profile: Profile
 
-    def __init__(
-        self,
-        profile: Profile,
-        methods: Sequence[str],
-        seeds: Sequence[int],
-        work: Path,
-        jobs: int,
-        show: Show | None = None,
-    ) -> None:
-        self.profile: Profile
-        super().__init__(profile, work, jobs, show)
-        self.methods, self.seeds = list(methods), list(seeds)
+    def __init__(self, profile: Profile, *rest: Any, **more: Any) -> None:
+        super().__init__(profile, *rest, **more)
         self.text = prepare(self.work / f"model-{profile.name}", profile)
         self.results = Results(self.work, profile.digest(self.text))
 

@@ -25,6 +25,25 @@ BESIDE: dict[str, dict[str, Any]] = {"adamw-bf16": {"precision": "bf16", "optimi
 SAMPLERS = ("lisa", "owlore", "badam")
 
 
+def llama(vocab: int, hidden: int, inner: int, blocks: int, heads: int, positions: int) -> dict[str, Any]:
+    """config.json of a small Llama with tied embedding and head."""
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "rms_norm_eps": 1e-6,
+    }
+
+
 @dataclass(frozen=True)
 class Profile:
     """One size of the benchmark.
@@ -69,21 +88,7 @@ class Profile:
     @property
     def config(self) -> dict[str, Any]:
         """config.json of the model."""
-        return {
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
-            "hidden_size": self.hidden,
-            "intermediate_size": self.inner,
-            "num_hidden_layers": self.blocks,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.heads,
-            "vocab_size": self.vocab,
-            "max_position_embeddings": self.seq,
-            "tie_word_embeddings": True,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-            "rms_norm_eps": 1e-6,
-        }
+        return llama(self.vocab, self.hidden, self.inner, self.blocks, self.heads, self.seq)
 
     def digest(self, text: str) -> str:
         """What results of this profile on this text have in common; others are never mixed in."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Lock
@@ -17,11 +18,11 @@ from skimp.bench.runs import Job, Results
 Show = Callable[[int, int, float, dict[str, Any] | None], None]
 
 
-class Queue:
+class Queue(ABC):
     """A benchmark in a folder of its own; the same call again goes on where it was stopped.
 
     Args:
-        profile: whose `name` stands in the records.
+        profile: whose `name` stands in the records. methods, seeds: what to run.
         work: the folder: results.jsonl, the table, and what runs at the moment.
         jobs: runs at a time, one thread each.
         show: called with (runs done, runs expected, seconds left) and the last record, after each run.
@@ -29,8 +30,17 @@ class Queue:
 
     results: Results
 
-    def __init__(self, profile: Any, work: Path, jobs: int, show: Show | None) -> None:
+    def __init__(
+        self,
+        profile: Any,
+        methods: Sequence[str],
+        seeds: Sequence[int],
+        work: Path,
+        jobs: int,
+        show: Show | None = None,
+    ) -> None:
         self.profile, self.jobs = profile, jobs
+        self.methods, self.seeds = list(methods), list(seeds)
         # Absolute: the runs' recipes name folders in it.
         self.work, self.show = work.resolve(), show or (lambda *_: None)
         self.work.mkdir(parents=True, exist_ok=True)
@@ -39,17 +49,17 @@ class Queue:
         self._walls: list[float] = []
         self._kills: Counter[Job] = Counter()
 
+    @abstractmethod
     def due(self) -> list[Job]:
         """Runs that are known to be needed now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def least(self) -> int:
         """Runs that there will be at least."""
-        raise NotImplementedError
 
+    @abstractmethod
     def begin(self, job: Job) -> dict[str, Any] | None:
         """Run a job to its end; its record, or None when it was stopped from outside."""
-        raise NotImplementedError
 
     def run(self, minutes: float | None = None) -> bool:
         """Run what is due, until nothing is, or until so many minutes have passed (runs that began are finished).

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from skimp.bench.profiles import llama
 from skimp.bench.tasks import Sizes
 from skimp.core.errors import SkimpError, did_you_mean
 from skimp.core.registry import methods
@@ -54,21 +55,7 @@ class Grown:
 
     def config(self, positions: int) -> dict[str, Any]:
         """config.json of the model."""
-        return {
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
-            "hidden_size": self.hidden,
-            "intermediate_size": self.inner,
-            "num_hidden_layers": self.blocks,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.heads,
-            "vocab_size": self.vocab,
-            "max_position_embeddings": positions,
-            "tie_word_embeddings": True,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-            "rms_norm_eps": 1e-6,
-        }
+        return llama(self.vocab, self.hidden, self.inner, self.blocks, self.heads, positions)
 
 
 @dataclass(frozen=True)
